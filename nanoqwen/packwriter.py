@@ -161,7 +161,7 @@ class PackWriter:
             raise self._disk_error(e) from None
 
     def _disk_error(self, e: OSError) -> InputError:
-        if e.errno in (errno.ENOSPC, errno.EDQUOT):
+        if e.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)):
             free = shutil.disk_usage(self._target.parent).free
             return InputError(f"{self.path}: no space left while writing: the file needs {self.header.file_bytes:,} bytes, {free:,} are free")
         return InputError(f"{self.path}: cannot be written: {e.strerror}")
