@@ -6,8 +6,10 @@ one FP16 scale and one signed 4-bit code a weight::
     scale = fp16(absmax / 7)        code = clamp(round(w / scale), -8, 7)        w' = code * scale
 
 Rounding is to nearest, ties to even. Codes are computed against the scale *as stored*, so the error of
-a weight is at most half a step unless rounding the scale pushed it past the range, which costs at most
-``7 * 2**-11`` of a step more.
+a weight is at most half of that step (to within FP32's rounding of the quotient). FP16 rounds a scale
+by at most 2**-11 of itself: a step is at most that much wider than absmax / 7, and absmax is at most
+7.0034 steps, which still rounds to 7. Code -8 is thus never written here; every reader decodes it all
+the same, since another packer may use it.
 
 Edges, on purpose:
 
@@ -70,9 +72,9 @@ def quantize(w: np.ndarray, group: int, name: str = "", row_offset: int = 0) -> 
     rows, cols = w.shape
     _check_group(cols, group, name)
     groups = np.ascontiguousarray(w, dtype=np.float32).reshape(rows, cols // group, group)
-    absmax = np.maximum(groups.max(axis=2), -groups.min(axis=2))
+    absmax = np.abs(np.maximum(groups.max(axis=2), -groups.min(axis=2)))  # abs: a group of zeros may give -0.0
     if not np.isfinite(absmax).all():
-        _refuse_non_finite(w, name, row_offset)
+        _refuse_non_finite(groups.reshape(rows, cols), name, row_offset)
     scales = group_scales(absmax, name)
     step = scales.astype(np.float32)
     divisor = np.where(step == 0, np.float32(1), step)  # a group of zeros: 0 / 1, no warning

@@ -34,9 +34,10 @@ FORMAT = load_settings().format
 LAYOUT_ID = load_settings().quant.layout_id
 
 # [header]
-#: magic, version, layout id, header bytes, entry bytes | eight dims | theta, eps | flags, group, tokenizer
-#: entries, tensor count | offset and length of table, metadata, tokenizer, payloads; file length | CRC-32 of
-#: table, metadata, tokenizer. Zeros follow up to byte 252, where the CRC-32 of bytes 0..251 stands.
+#: magic, version, layout id, header bytes, entry bytes | eight dims | theta, eps |
+#: flags, group, tokenizer entries, tensor count | offset and length of table, metadata,
+#: tokenizer, payloads; file length | CRC-32 of table, metadata, tokenizer.
+#: Zeros follow up to byte 252, where the CRC-32 of bytes 0..251 stands.
 HEADER = struct.Struct("<8s4I8I2d4I9Q3I")
 HEADER_CRC = struct.Struct("<I")
 HEADER_CRC_AT = FORMAT.header_bytes - HEADER_CRC.size
@@ -44,8 +45,8 @@ FLAG_TIED_HEAD = 1
 # [/header]
 
 # [entry]
-#: name (NUL-padded), storage, source dtype, rows, cols | offset and length of the payload, then of the
-#: scales (both 0 for FP16) | CRC-32 of the payload, of the scales
+#: name (NUL-padded), storage, source dtype, rows, cols | offset and length of the payload,
+#: then of the scales (both 0 for FP16) | CRC-32 of the payload, of the scales
 ENTRY = struct.Struct(f"<{FORMAT.name_bytes}s4I4Q2I")
 # [/entry]
 
@@ -298,9 +299,9 @@ def open_pack(path: str | os.PathLike) -> PackFile:
             raise InputError(f"{path}: the checksum of its {label} does not match, the file is damaged; pack it again or download it again")
     tensors = _check_table(table, header, path)
     try:
-        parsed = json.loads(meta)
-    except ValueError:
-        raise InputError(f"{path}: its metadata is not JSON; pack the checkpoint again") from None
+        parsed = json.loads(meta.decode("utf-8"))
+    except (ValueError, RecursionError):  # not UTF-8, not JSON, or nested without end
+        raise InputError(f"{path}: its metadata is not JSON in UTF-8; pack the checkpoint again") from None
     if not isinstance(parsed, dict):
         raise InputError(f"{path}: its metadata is not a JSON object; pack the checkpoint again")
     return PackFile(path, mapping, header, tensors, parsed, tokenizer)

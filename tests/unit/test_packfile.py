@@ -215,6 +215,32 @@ def test_a_sealed_table_with_an_impossible_entry_is_refused(sound, tmp_path, fie
         open_pack(tmp_path / "bad.nanoqwen")
 
 
+@pytest.mark.parametrize("meta", [b"[" * 100_000, '{"a": 1}'.encode("utf-16"), b"\xef\xbb\xbf{}", b"\xff", b"{", b"[]"])
+def test_metadata_that_is_not_a_json_object_in_utf8_is_refused(sound, tmp_path, meta):
+    with open_pack(sound) as pack:
+        head, start = pack.header, pack.header.meta[0]
+    room = head.tokenizer[0] - start
+    raw = bytearray(sound.read_bytes())
+    if len(meta) > room:  # push everything behind the metadata back by whole lines
+        more = packfile.align(len(meta)) - room
+        raw[start + room : start + room] = bytes(more)
+        shift = lambda span: (span[0] + more, span[1])  # noqa: E731
+        head = dataclasses.replace(head, tokenizer=shift(head.tokenizer), payload=shift(head.payload), file_bytes=head.file_bytes + more)
+        for i in range(head.tensor_count):
+            at = FORMAT.header_bytes + i * FORMAT.entry_bytes
+            fields = list(ENTRY.unpack_from(raw, at))
+            fields[5] += more
+            fields[7] += more if fields[8] else 0
+            ENTRY.pack_into(raw, at, *fields)
+    raw[start : start + len(meta)] = meta
+    table = zlib.crc32(bytes(raw[head.table[0] : sum(head.table)]))
+    head = dataclasses.replace(head, meta=(start, len(meta)), crcs=(table, zlib.crc32(meta), head.crcs[2]))
+    raw[: FORMAT.header_bytes] = head.encode()
+    (tmp_path / "bad.nanoqwen").write_bytes(raw)
+    with pytest.raises(InputError, match="its metadata is not"):
+        open_pack(tmp_path / "bad.nanoqwen")
+
+
 def test_two_tensors_may_not_share_bytes(sound, tmp_path):
     raw = bytearray(sound.read_bytes())
     at = FORMAT.header_bytes + FORMAT.entry_bytes  # the second entry: the first norm
