@@ -29,7 +29,7 @@ from nanoqwen.config import load_settings
 from nanoqwen.errors import InputError
 from nanoqwen.int4 import FP16_MAX, quantize_pack
 from nanoqwen.model import TensorSpec, pick_group
-from nanoqwen.packwriter import PackWriter
+from nanoqwen.packwriter import PackWriter, check_target
 
 Progress = Callable[[int, int, str], None]
 
@@ -76,7 +76,7 @@ def pack(
     """
     started = time.perf_counter()
     out = Path(out).expanduser()
-    _check_target(out)  # before a download starts
+    check_target(out)  # before a download starts
     _keep_freed_memory()
     notes: list[str] = []
     with open_checkpoint(source, notes=notes) as checkpoint:
@@ -197,18 +197,6 @@ def _keep_freed_memory() -> None:
     "dynamic mmap threshold", at most 32 MiB); this block is never touched, so it costs no memory itself.
     """
     np.empty(31 << 20, np.uint8)  # freed as soon as it is made
-
-
-def _check_target(out: Path) -> None:
-    """Refuse a target that can be seen to fail before anything is read or downloaded."""
-    if out.is_dir():
-        raise InputError(f"{out}: a folder; give a file name for the output, for example {out / 'model.nanoqwen'}")
-    if out.exists() and not out.is_file():
-        raise InputError(f"{out}: exists and is not a regular file; give a file name for the output")
-    if not out.parent.is_dir():
-        raise InputError(f"{out}: the folder {out.parent} does not exist; make it first")
-    if not os.access(out.parent, os.W_OK):
-        raise InputError(f"{out}: the folder {out.parent} cannot be written to; choose another place for the output")
 
 
 def _refuse_own_input(out: Path, checkpoint: Checkpoint) -> None:

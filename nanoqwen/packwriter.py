@@ -100,11 +100,8 @@ class PackWriter:
         self._temporary = self._target.with_name(f".{self._target.name}.{secrets.token_hex(6)}.tmp")
 
     def __enter__(self) -> PackWriter:
+        check_target(self.path)
         parent = self._target.parent
-        if self._target.exists() and not self._target.is_file():
-            raise InputError(f"{self.path}: exists and is not a regular file; give a file name for the output")
-        if not parent.is_dir():
-            raise InputError(f"{self.path}: the folder {parent} does not exist; make it first")
         remove_stale_temporaries(self._target)
         free = shutil.disk_usage(parent).free
         if free < self.header.file_bytes:
@@ -197,6 +194,19 @@ class PackWriter:
             except OSError:  # the disk is full and the buffer cannot be flushed: the file goes anyway
                 pass
             self._temporary.unlink(missing_ok=True)
+
+
+def check_target(path: Path) -> None:
+    """Refuse, before anything is read or downloaded, an output that can be seen to fail. Raises InputError."""
+    if path.is_dir():
+        raise InputError(f"{path}: a folder; give a file name for the output, for example {path / 'model.nanoqwen'}")
+    if path.exists() and not path.is_file():
+        raise InputError(f"{path}: exists and is not a regular file; give a file name for the output")
+    folder = Path(os.path.realpath(path)).parent
+    if not folder.is_dir():
+        raise InputError(f"{path}: the folder {folder} does not exist; make it first")
+    if not os.access(folder, os.W_OK):
+        raise InputError(f"{path}: the folder {folder} cannot be written to; choose another place for the output")
 
 
 def remove_stale_temporaries(target: Path) -> None:

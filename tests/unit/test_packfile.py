@@ -323,8 +323,11 @@ def test_targets_that_cannot_be_written(tmp_path):
 
     with pytest.raises(InputError, match="does not exist"):
         start(tmp_path / "no" / "a.nanoqwen")
-    with pytest.raises(InputError, match="not a regular file"):
+    with pytest.raises(InputError, match="a folder"):
         start(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="not a regular file"):
+        start(tmp_path / "pipe")
 
 
 def test_a_symlink_as_target_keeps_pointing(tmp_path):
