@@ -1,0 +1,134 @@
+"""What the page about the embedded checkpoint says in numbers, from the record that its training wrote."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from typing import Any
+
+from nanoqwen import demo
+from nanoqwen.book.display import Html, figure, table
+from nanoqwen.config import Dims
+from nanoqwen.errors import InputError
+
+
+@lru_cache(maxsize=1)
+def record() -> dict[str, Any]:
+    """``nanoqwen/demo/training.json``. Raises InputError when it does not exist."""
+    path = demo.training_record()
+    if not path.is_file():
+        raise InputError(f"{path.name} is missing: the embedded checkpoint has no training record")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def made() -> str:
+    """Device, date and command of the training run, for captions."""
+    given = record()
+    return f"{given['device']['name']}, {given['date']}, `{given['command']}`"
+
+
+def shape() -> str:
+    """Dimensions beside those of the 7B."""
+    small, big = record()["shape"], Dims.qwen2_5_coder_7b()
+    rows = [
+        ("layers", small["layers"], big.num_layers),
+        ("hidden size", small["hidden"], big.hidden),
+        ("query heads", small["heads"], big.num_heads),
+        ("KV heads", small["kv_heads"], big.num_kv_heads),
+        ("head size", small["head_dim"], big.head_dim),
+        ("MLP size", small["mlp"], big.intermediate),
+        ("embedding rows", small["rows"], big.vocab),
+        ("context", small["context"], big.max_position),
+    ]
+    return table([(name, f"{a:,}", f"{b:,}") for name, a, b in rows], head=["", "embedded", "Qwen2.5-Coder-7B"]).markdown()
+
+
+def data() -> str:
+    """What it read: files, and the packages most of them came from."""
+    corpus = record()["corpus"]
+    largest = sorted(corpus["packages"], key=lambda p: -p["bytes"])[:12]
+    rows = [(f"{p['name']} {p['version']}", p["licence"], f"{p['files']:,}", f"{p['bytes'] / 1e6:.1f}") for p in largest]
+    rest = len(corpus["packages"]) - len(largest)
+    caption = f"{corpus['train_files']:,} files, {corpus['train_bytes'] / 1e6:.0f} MB in all; {rest} smaller packages are in the record."
+    return table(rows, head=["package", "licence", "files", "MB"], caption=caption).markdown()
+
+
+def training() -> str:
+    """The run in a table."""
+    given = record()
+    recipe, seen = given["recipe"], given["tokens_seen"]
+    rows = [
+        ("parameters", f"{given['shape']['parameters'] / 1e6:.1f} million"),
+        ("tokens seen", f"{seen['total'] / 1e6:,.0f} million"),
+        ("steps", f"{recipe['steps']:,} of {recipe['batch_tokens']:,} tokens"),
+        ("steps that compute with INT4 projections", f"every second one of the last {recipe['int4_share']:.0%}"),
+        ("time", f"{given['timing']['train_s'] / 60:.1f} minutes"),
+    ]
+    return table(rows, head=["", ""], caption=made()).markdown()
+
+
+def loss() -> str:
+    """Held-out loss in each precision."""
+    results = record()["results"]
+    names = {"fp32": "FP32", "fp16": "FP16", "int4": "INT4, as packed"}
+    sample = {precision: files["together"] for precision, files in results["sample"].items()}
+    rows = [
+        (text, names[precision], f"{row['loss']:.4f}", f"{row['perplexity']:.3f}", f"{row['bits_per_byte']:.4f}")
+        for text, scores in (("held-out files", results["held_out"]), ("five shipped modules", sample))
+        for precision, row in scores.items()
+    ]
+    return table(rows, head=["text", "precision", "loss a token", "perplexity", "bits a byte"], caption=made()).markdown()
+
+
+def curve() -> Html:
+    """The loss curve as a figure."""
+    import matplotlib.pyplot as plt
+
+    from nanoqwen.book import palette
+    from nanoqwen.book.style import use_style
+
+    use_style()
+    points = record()["curve"]
+    millions = [p["tokens"] / 1e6 for p in points]
+    fig, ax = plt.subplots()
+    ax.plot(millions, [p["train"] for p in points], color=palette.ENGINE["cpu"], linewidth=1.2, label="training batches")
+    if points[-1]["validation"] is not None:
+        ax.plot(millions, [p["validation"] for p in points], color=palette.ACCENT, label="held-out files")
+    ax.set_xlabel("tokens seen, millions")
+    ax.set_ylabel("loss a token, nats")
+    ax.grid(axis="y")
+    ax.legend()
+    first, last = points[0], points[-1]
+    spoken = f"Training loss falls from {first['train']:.2f} to {last['train']:.2f} over {millions[-1]:,.0f} million tokens."
+    return figure(fig, title="loss of the embedded checkpoint while it was trained", alt=spoken, caption=made())
+
+
+def samples() -> str:
+    """Greedy INT4 samples, unedited: the prompt and what the model makes of it."""
+    out = []
+    for row in record()["results"]["samples"]["int4"]:
+        if row["kind"] == "completion":
+            out.append(_listing(row["prompt"] + row["text"]))
+        elif row["kind"] == "chat":
+            out.append(f"> {row['prompt']}\n\n{_listing(row['text'], 'text')}")
+    return "\n\n".join(out)
+
+
+def _listing(text: str, language: str = "python") -> str:
+    """A code block; what no Python lexer accepts is shown as plain text."""
+    from pygments.lexers import PythonLexer
+    from pygments.token import Error
+
+    if language == "python" and any(kind is Error for kind, _ in PythonLexer().get_tokens(text)):
+        language = "text"
+    return f"`````{language}\n{text.rstrip()}\n`````"
+
+
+PARTS = {"shape": shape, "data": data, "training": training, "loss": loss, "curve": curve, "samples": samples}
+
+
+def demo_part(name: str) -> Html | str:
+    """One part of the page, Markdown or a figure. Raises ValueError for another name."""
+    if name not in PARTS:
+        raise ValueError(f"no part is called {name!r}; there are: {', '.join(PARTS)}")
+    return PARTS[name]()
