@@ -63,19 +63,19 @@ class Finding:
 
 def cache_folder() -> tuple[str, str, list[str]]:
     """(folder, problem, notes) of the cache that the packed demo model goes to."""
-    from nanoqwen import default_model
+    from nanoqwen import cache
     from nanoqwen.errors import InputError
 
     notes: list[str] = []
     try:
-        return str(default_model.cache_folder(os.environ, notes)), "", notes
+        return str(cache.cache_folder(os.environ, notes)), "", notes
     except InputError as error:
         return "", str(error), notes
 
 
 def folder_problem(folder: Path) -> str | None:
     """None when `folder` can be made and written, else the reason."""
-    from nanoqwen.default_model import why_not_writable
+    from nanoqwen.cache import why_not_writable
 
     return why_not_writable(folder)
 

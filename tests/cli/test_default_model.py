@@ -7,7 +7,7 @@ import threading
 import pytest
 import tiny
 
-from nanoqwen import default_model
+from nanoqwen import cache, default_model
 from nanoqwen.errors import InputError
 from nanoqwen.packfile import open_pack
 
@@ -20,7 +20,7 @@ def checkpoint(tmp_path, monkeypatch):
     for variable in ("NANOQWEN_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(default_model.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(cache.tempfile, "gettempdir", lambda: str(tmp_path))
     return folder
 
 
@@ -76,14 +76,14 @@ def test_a_chosen_folder_that_cannot_be_written_is_an_error(checkpoint, tmp_path
 
 
 def test_no_folder_at_all(checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr(default_model, "why_not_writable", lambda folder, private=False: "Read-only file system")
+    monkeypatch.setattr(cache, "why_not_writable", lambda folder, private=False: "Read-only file system")
     with pytest.raises(InputError, match="NANOQWEN_CACHE"):
         default_model.ensure_default_pack()
 
 
 def test_a_cache_filled_before_needs_no_writing(checkpoint, monkeypatch):
     path = default_model.ensure_default_pack()
-    monkeypatch.setattr(default_model, "why_not_writable", lambda folder, private=False: "Read-only file system")
+    monkeypatch.setattr(cache, "why_not_writable", lambda folder, private=False: "Read-only file system")
     assert default_model.ensure_default_pack() == path
 
 
