@@ -32,7 +32,8 @@ $(READY): $(wildcard requirements/*.txt) pyproject.toml
 	$(PIP) install -q --no-deps -r requirements/vocab.txt
 	$(PIP) install -q --no-deps --no-build-isolation -e .
 	@extra=$$($(BIN)/python -m nanoqwen.doctor --cupy-extra); \
-	if [ -n "$$extra" ]; then echo "NVIDIA driver found: installing the $$extra extra"; $(PIP) install -q -r requirements/$$extra.txt; fi
+	if [ -n "$$extra" ]; then echo "NVIDIA driver found: installing the $$extra extra"; $(PIP) install -q -r requirements/$$extra.txt; \
+	elif [ "$$(uname -s)" = Linux ]; then $(PIP) install -q --no-deps -r requirements/nvrtc.txt; fi
 	@touch $(READY)
 
 book: setup  ## build the book into _build/html; a warning is an error
