@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 #: A model below this many operations a token (100 million weights) runs on one thread.
 SMALL_MODEL_FLOPS = 2e8
-ENGINE_NAMES = "cpu, reference (PyTorch on an NVIDIA GPU)"
+ENGINE_NAMES = "cpu, reference (PyTorch on an NVIDIA GPU), eager or graph (hand-written kernels on a Hopper GPU)"
 
 
 def add_file(parser: argparse.ArgumentParser) -> None:

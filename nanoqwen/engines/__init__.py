@@ -5,8 +5,8 @@ name        runs on                 what it is
 =========== ======================= ====================================================================
 cpu         any machine             the readable decoder of ``nanoqwen/reference.py``
 reference   an NVIDIA GPU           the same decoder, on the GPU through PyTorch
-eager       a Hopper GPU            hand-written kernels, one launch an operation   (not in this version)
-graph       a Hopper GPU            the same kernels, captured into a CUDA graph    (not in this version)
+eager       a Hopper GPU            hand-written kernels, one launch an operation
+graph       a Hopper GPU            the same kernels, captured into a CUDA graph
 persistent  a Hopper GPU            one kernel that decodes a whole token           (not in this version)
 =========== ======================= ====================================================================
 
@@ -24,9 +24,10 @@ from nanoqwen.packfile import PackFile, open_pack
 
 __all__ = ["ENGINES", "Engine", "available_engines", "open_engine"]
 
-#: Every engine's name. The last three are announced so that asking for one gets a plain answer.
+#: Every engine's name. The last one is announced so that asking for it gets a plain answer.
 ENGINES = ("cpu", "reference", "eager", "graph", "persistent")
-_LATER = ENGINES[2:]
+_HOPPER = ("eager", "graph")
+_LATER = ("persistent",)
 
 
 def _not_yet(name: str) -> str:
@@ -50,6 +51,12 @@ def open_engine(
     owns = not isinstance(pack, PackFile)
     opened = open_pack(pack) if owns else pack
     try:
+        if name in _HOPPER:
+            if problem := hopper_problem():
+                raise DeviceError(f"engine {name}: {problem}; use --engine cpu, or see `nanoqwen doctor`")
+            from nanoqwen.engines import hopper
+
+            return hopper.open_hopper(opened, name, device, owns_pack=owns, **options)
         from nanoqwen.engines import cpu
 
         if name == "cpu":
@@ -72,25 +79,44 @@ def _choose(name: str | None, device: str | None) -> tuple[str, str]:
         raise DeviceError(f"{_not_yet(name)}; use --engine cpu, or --engine reference on a GPU")
     if name is None:
         name = "reference" if kind == "cuda" else "cpu"
+    if name in _HOPPER and kind == "cpu":
+        raise InputError(f"engine {name} does not run on the CPU; use --device cuda, or --engine cpu")
     if name == "cpu" and kind == "cuda":
         raise InputError(f"engine cpu does not run on {device}; use --engine reference for PyTorch on the GPU, or --device cpu")
     if name == "reference" and kind == "cpu":
         name = "cpu"  # the same decoder; "cpu" is its name there
-    return name, device or ("cuda" if name == "reference" else "cpu")
+    return name, device or ("cpu" if name == "cpu" else "cuda")
+
+
+def hopper_problem() -> str | None:
+    """Why the Hopper kernels cannot run here, in words, or None. Looks and never raises."""
+    try:
+        import cupy
+        from cuda.bindings import driver, nvrtc  # noqa: F401
+    except Exception as e:  # not installed, or a library of theirs that cannot be loaded
+        return f"CuPy or cuda-bindings is not installed ({type(e).__name__}); install the extra that matches the driver, nanoqwen[cuda12] or nanoqwen[cuda13]"
+    try:
+        if cupy.cuda.runtime.getDeviceCount() == 0:
+            return "no NVIDIA GPU is visible"
+        properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
+    except Exception as e:  # no driver, or one older than the runtime
+        return f"no NVIDIA GPU can be used ({e})"
+    if (properties["major"], properties["minor"]) != (9, 0):
+        return f"the kernels need compute capability 9.0, this is {properties['major']}.{properties['minor']} ({properties['name'].decode()})"
+    return None
 
 
 def available_engines() -> list[tuple[str, bool, str]]:
     """(name, whether it can be opened here, in words where it runs or why it cannot), for every known engine."""
+    problem = hopper_problem()
+    later = [(name, problem is None, problem or "hand-written kernels, this Hopper GPU") for name in _HOPPER]
+    later += [(name, False, _not_yet(name)) for name in _LATER]
     try:
         import torch
 
         from nanoqwen.engines import cpu
     except ImportError as e:
-        return [(name, False, f"PyTorch cannot be imported: {e}") for name in ENGINES[:2]] + [(name, False, _not_yet(name)) for name in _LATER]
+        return [(name, False, f"PyTorch cannot be imported: {e}") for name in ENGINES[:2]] + later
     problem = cpu.cuda_problem()
     gpu = problem or ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-    return [
-        ("cpu", True, f"PyTorch {torch.__version__}, {torch.get_num_threads()} threads"),
-        ("reference", problem is None, gpu),
-        *((name, False, _not_yet(name)) for name in _LATER),
-    ]
+    return [("cpu", True, f"PyTorch {torch.__version__}, {torch.get_num_threads()} threads"), ("reference", problem is None, gpu), *later]

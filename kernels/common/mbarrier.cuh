@@ -1,0 +1,72 @@
+// Shared-memory barriers that count bytes, and the bulk copies that they count.
+//
+// An mbarrier is a 64-bit word in shared memory with a phase bit, a count of arrivals still pending and a count of bytes still
+// on their way. The phase flips when both reach zero, and both start again. Who waits, waits for the flip of a given phase
+// (its parity, 0 or 1), so a barrier can be reused for ever as long as no waiter falls two phases behind.
+#pragma once
+
+#include "ptx.cuh"
+
+namespace nanoqwen {
+
+using Barrier = u64;
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
+
+// [mbarrier]
+// One thread, before anybody uses the barrier. `arrivals` are the arrive calls that complete a phase.
+__device__ __forceinline__ void barrier_init(Barrier* b, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
+}
+
+// Makes the inits visible to the copy engine (the async proxy). After it, a __syncthreads makes them visible to the CTA.
+__device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// One arrival, which also announces `bytes` that copies will bring. The phase cannot end before they have landed.
+__device__ __forceinline__ void barrier_arrive_expect(Barrier* b, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes) : "memory");
+}
+
+// One arrival. Releases this thread's earlier reads and writes of shared memory to whoever waits for the phase.
+__device__ __forceinline__ void barrier_arrive(Barrier* b) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
+}
+
+// Wait until the phase with this parity has ended. A fresh barrier is in phase 0: waiting for parity 1 returns at once,
+// as if a phase before the first had ended, which is how a producer finds all stages empty at the start.
+__device__ __forceinline__ void barrier_wait(Barrier* b, u32 parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(shared_address(b)), "r"(parity) : "memory");
+}
+
+// Copy `bytes` (a multiple of 16, both addresses 16-byte aligned) from global to shared memory. Returns at once; the copy
+// engine takes the bytes off the barrier's count as they land. One thread issues it for all.
+__device__ __forceinline__ void bulk_copy(void* shared, const void* global, u32 bytes, Barrier* b) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(shared)),
+      "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(shared_address(b)) : "memory");
+}
+// [/mbarrier]
+
+// [ring]
+// A position in a ring of kStages buffers and the parity of its barriers: one helper for both sides, so that they cannot
+// disagree. `full` is waited for with `parity`, `empty` with `parity ^ 1` (a stage is empty before it was ever full).
+template <int kStages>
+struct Ring {
+  int stage = 0;
+  u32 parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+// [/ring]
+
+}  // namespace nanoqwen

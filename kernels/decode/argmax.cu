@@ -1,0 +1,77 @@
+// argmax: the greedy token, and whether every logit was finite.
+//
+// Computes   the smallest index of the largest logit (the sum of its parts) among the tokenizer's entries; rows past them are padding and
+//            never win. NaN or infinity anywhere among them makes the result -1: the host then looks for the layer.
+//            Also writes the summed logits, for samplers on the host.
+// Moves      vocab * 12 bytes, in L2.
+// Launch     kArgmaxCtas CTAs of 256 threads; the last one to finish reduces the candidates of all.
+// Barriers   __syncthreads reached by all threads: after the warps' candidates, and after the vote on who is last.
+//            Across CTAs: each CTA publishes its candidate, then adds one to `arrived` after a fence; the CTA that draws the last
+//            number sees all candidates and resets the counter for the next step.
+#include "constants.cuh"
+#include "parts.cuh"
+#include "ptx.cuh"
+#include "step.cuh"
+
+namespace nanoqwen {
+
+constexpr int kArgmaxThreads = 256;
+
+struct Candidate {
+  float value;
+  int index;  // -1: a logit was not finite
+};
+
+// -1 wins over everything; then the larger value; then the smaller index.
+__device__ __forceinline__ Candidate better(Candidate a, Candidate b) {
+  if (a.index < 0 || b.index < 0) return {0.0f, -1};
+  if (a.value != b.value) return a.value > b.value ? a : b;
+  return a.index < b.index ? a : b;
+}
+
+__device__ __forceinline__ Candidate best_of_warp(Candidate c) {
+  for (int step = 16; step > 0; step /= 2)
+    c = better(c, {__shfl_xor_sync(kFullMask, c.value, step), __shfl_xor_sync(kFullMask, c.index, step)});
+  return c;
+}
+
+}  // namespace nanoqwen
+
+using namespace nanoqwen;
+
+extern "C" __global__ void __launch_bounds__(kArgmaxThreads)
+argmax(const float* parts, float* logits, int entries, Candidate* candidates, u32* arrived, Step* step) {
+  __shared__ Candidate of_warp[kArgmaxThreads / kWarp];
+  __shared__ bool last;
+  wait_for_previous_kernel();
+  allow_next_kernel();
+
+  Candidate mine{-kLargestFloat, 0x7FFFFFFF};
+  for (int i = blockIdx.x * kArgmaxThreads + threadIdx.x; i < kVocabRows; i += gridDim.x * kArgmaxThreads) {
+    const float value = sum_parts<kHeadParts>(parts + i, kVocabRows);
+    logits[i] = value;
+    if (i < entries) mine = better(mine, {value, is_finite(value) ? i : -1});
+  }
+  mine = best_of_warp(mine);
+  if (lane_id() == 0) of_warp[warp_id()] = mine;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    for (int w = 1; w < kArgmaxThreads / kWarp; ++w) mine = better(mine, of_warp[w]);
+    candidates[blockIdx.x] = mine;
+    __threadfence();
+    last = atomicAdd(arrived, 1) == gridDim.x - 1;
+  }
+  __syncthreads();
+  if (!last || warp_id() != 0) return;
+  __threadfence();
+  Candidate best{-kLargestFloat, 0x7FFFFFFF};
+  for (int c = lane_id(); c < gridDim.x; c += kWarp) {
+    const volatile Candidate* other = candidates + c;  // written by other SMs: not from this SM's L1
+    best = better(best, {other->value, other->index});
+  }
+  best = best_of_warp(best);
+  if (lane_id() == 0) {
+    step->next_token = best.index;
+    *arrived = 0;
+  }
+}

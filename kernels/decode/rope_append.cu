@@ -1,0 +1,51 @@
+// rope_append: finish q, k, v of the new token; k and v go into their page.
+//
+// Computes   the sum of the parts + bias of the fused q/k/v projection; RoPE (half-split: element i pairs with i + head_dim / 2) on q and k;
+//            q as FP32; k and v as FP16 into the page that holds the token's position.
+// Moves      a few tens of kilobytes, all in L2.
+// Launch     one warp a head: heads + 2 * kv_heads CTAs of 32 threads. No barrier, no shared memory.
+// Page       [kv_head][token][head_dim] FP16; inside a row, the 16-byte chunk c of token r lies at chunk c ^ (r % 8), so that the
+//            attention kernel's ldmatrix finds the same chunk of eight tokens in eight different banks (paged_attention.cu).
+#include "constants.cuh"
+#include "kv_page.cuh"
+#include "parts.cuh"
+#include "ptx.cuh"
+#include "step.cuh"
+
+using namespace nanoqwen;
+
+extern "C" __global__ void __launch_bounds__(kWarp)
+rope_append(const float* parts, const u16* q_bias, const u16* k_bias, const u16* v_bias, const float2* rope_table, const Step* step,
+            const int* block_table, u16* keys, u16* values, float* q) {
+  constexpr int kHalf = kHeadDim / 2, kPairs = kHalf / kWarp;
+  static_assert(kHalf % kWarp == 0, "a lane owns whole pairs");
+  wait_for_previous_kernel();
+  allow_next_kernel();
+
+  const int head = blockIdx.x;  // query heads, then key heads, then value heads
+  const bool is_q = head < kNumHeads, is_k = !is_q && head < kNumHeads + kNumKvHeads;
+  const u16* bias = is_q ? q_bias + head * kHeadDim : (is_k ? k_bias + (head - kNumHeads) * kHeadDim : v_bias + (head - kNumHeads - kNumKvHeads) * kHeadDim);
+  const int position = step->position;
+  for (int p = 0; p < kPairs; ++p) {
+    const int i = lane_id() + p * kWarp;
+    const int first_row = head * kHeadDim + i, second_row = first_row + kHalf;
+    constexpr int kRows = kQSize + 2 * kKvSize;
+    float a = sum_parts<kQkvParts>(parts + first_row, kRows) + half_to_float(bias[i]);
+    float b = sum_parts<kQkvParts>(parts + second_row, kRows) + half_to_float(bias[i + kHalf]);
+    if (is_q || is_k) {
+      const float2 turn = rope_table[static_cast<size_t>(position) * kHalf + i];  // cos, sin
+      const float rotated = a * turn.x - b * turn.y;
+      b = b * turn.x + a * turn.y;
+      a = rotated;
+    }
+    if (is_q) {
+      q[first_row] = a;
+      q[second_row] = b;
+    } else {
+      const int kv_head = (head - kNumHeads) % kNumKvHeads;
+      u16* row = (is_k ? keys : values) + page_row(block_table[position / kPageTokens], kv_head, position % kPageTokens);
+      row[swizzled(i, position)] = float_to_half(a);
+      row[swizzled(i + kHalf, position)] = float_to_half(b);
+    }
+  }
+}

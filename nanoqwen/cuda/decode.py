@@ -1,0 +1,132 @@
+"""One decode step as a list of launches, and the buffers that they share.
+
+The same list serves the eager engine, which launches it from Python, and the graph engine, which captures it. Every
+argument is fixed; token, position and page are read from device memory (kernels/common/step.cuh).
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import cupy
+import numpy as np
+
+from nanoqwen.config import Dims, load_settings
+from nanoqwen.cuda.constants import LaunchShape, padded_rows, row_threads, streams
+from nanoqwen.cuda.launch import Kernels, Launch
+from nanoqwen.cuda.weights import DeviceModel, Int4Matrix
+
+#: The regions of one token's latency, in order; ``kernel_gap`` is what the host adds around the kernels.
+REGIONS = (
+    "embed", "rmsnorm", "qkv_gemv", "append_tail_kv", "paged_attention", "o_proj", "gate_up_gemv", "swiglu_down", "lm_head", "argmax", "kernel_gap",
+)  # fmt: skip
+
+CONSUMERS, STAGES = 6, 3  # kernels/decode/paged_attention.cu
+ARGMAX_CTAS = 132
+
+
+class DecodeBuffers:
+    """Activations and scalars of one sequence on the card. The partial sums of every projection start at zero, and parts that no
+    CTA writes stay zero (kernels/common/stream_gemv.cuh)."""
+
+    def __init__(self, dims: Dims, group: int, shape: LaunchShape, max_pages: int) -> None:
+        f32, rows = np.float32, padded_rows
+        self.step = cupy.zeros(4, dtype=np.int32)  # token, position, page, next token
+        self.block_table = cupy.zeros(max_pages, dtype=np.int32)
+        self.residual = cupy.zeros(dims.hidden, dtype=f32)
+        parts = {name: count for name, (_, count) in streams(dims, group, shape).items()}
+        self.qkv = cupy.zeros((parts["qkv"], rows(dims.q_size + 2 * dims.kv_size)), dtype=f32)
+        self.o = cupy.zeros((parts["o"], rows(dims.hidden)), dtype=f32)
+        self.gate_up = cupy.zeros((parts["gate_up"], rows(2 * dims.intermediate)), dtype=f32)
+        self.down = cupy.zeros((parts["down"], rows(dims.hidden)), dtype=f32)
+        self.logit_parts = cupy.zeros((parts["head"], rows(dims.vocab)), dtype=f32)
+        self.logits = cupy.zeros(rows(dims.vocab), dtype=f32)
+        self.q = cupy.zeros((dims.num_heads, dims.head_dim), dtype=f32)
+        widest = max(dims.hidden, dims.q_size, dims.intermediate)
+        record = 2 * group + 16  # kernels/common/activations.cuh
+        self.x = cupy.zeros(-(-widest // group) * record, dtype=np.uint8)
+        self.inner = cupy.zeros_like(self.x)
+        self.halves = cupy.zeros((2, dims.hidden), dtype=np.float16)
+        self.sums = cupy.zeros((shape.attention_splits, dims.num_heads, dims.head_dim), dtype=f32)
+        self.maxima = cupy.zeros((shape.attention_splits, dims.num_heads), dtype=f32)
+        self.denominators = cupy.zeros((shape.attention_splits, dims.num_heads), dtype=f32)
+        self.candidates = cupy.zeros((ARGMAX_CTAS, 2), dtype=f32)
+        self.arrived = cupy.zeros(1, dtype=np.uint32)
+        self.rope = cupy.asarray(rope_table(dims))
+
+
+def rope_table(dims: Dims) -> np.ndarray:
+    """float32 [max_position, head_dim // 2, 2]: cosine and sine of each pair's angle, computed in FP32 like the reference."""
+    exponents = np.arange(0, dims.head_dim, 2, dtype=np.float32) / np.float32(dims.head_dim)
+    frequencies = (1.0 / np.power(np.float32(dims.rope_theta), exponents)).astype(np.float32)
+    angles = np.arange(dims.max_position, dtype=np.float32)[:, None] * frequencies
+    return np.stack((np.cos(angles), np.sin(angles)), axis=-1)
+
+
+def attention_shared_bytes(dims: Dims) -> int:
+    """Dynamic shared memory of paged_attention: the ring of pages (or the joined results, if larger) and its barriers."""
+    slice_bytes = load_settings().kv.page_tokens * dims.head_dim * load_settings().kv.value_bytes
+    ring = STAGES * CONSUMERS * 2 * slice_bytes
+    joined = CONSUMERS * 8 * (dims.head_dim + 2) * 4
+    return max(ring, joined) + 2 * STAGES * 8
+
+
+def part_count(parts: cupy.ndarray | None) -> ctypes.c_int:
+    """How many parts a norm adds to the residual: none before the first projection."""
+    return ctypes.c_int(0 if parts is None else parts.shape[0])
+
+
+def decode_launches(kernels: Kernels, weights: DeviceModel, buffers: DecodeBuffers, pool: cupy.ndarray, shape: LaunchShape, *, opens_page: bool) -> list[Launch]:
+    """The launches of one token, in order. ``pool`` is float16 [layers, 2, pages, page]; ``opens_page`` adds page_open in front."""
+    dims, b = weights.dims, buffers
+    rows = row_threads(dims)
+    grids = {name: grid for name, (grid, _) in streams(dims, weights.group, shape).items()}
+    out: list[Launch] = []
+
+    def add(name: str, grid: tuple[int, ...], threads: int, args: list, region: str = "", shared: int = 0) -> None:
+        out.append(Launch(kernels, name, grid, threads, args, region=region, shared=shared))
+
+    def gemv(name: str, matrix: Int4Matrix, x: cupy.ndarray, parts: cupy.ndarray, region: str) -> None:
+        add(name, (grids[name.removeprefix("gemv_")],), 32 * shape.gemv_warps, [matrix.codes, matrix.scales, x, parts], region)
+
+    shared = attention_shared_bytes(dims)
+    kernels.allow_shared("paged_attention", shared)
+    if opens_page:
+        pages = ctypes.c_int(pool.shape[2])
+        add("page_open", (2 * dims.num_layers,), 256, [pool, pages, b.step, b.block_table], "append_tail_kv")
+    add("embed", (1,), rows, [weights.embedding, b.step, b.residual])
+    previous = None
+    for i, layer in enumerate(weights.layers):
+        add("rmsnorm", (1,), rows, [b.residual, previous, part_count(previous), layer.input_norm, b.x])
+        gemv("gemv_qkv", layer.qkv, b.x, b.qkv, "qkv_gemv")
+        keys, values = pool[i, 0], pool[i, 1]
+        heads = dims.num_heads + 2 * dims.num_kv_heads
+        add(
+            "rope_append", (heads,), 32,
+            [b.qkv, layer.q_bias, layer.k_bias, layer.v_bias, b.rope, b.step, b.block_table, keys, values, b.q], "append_tail_kv",
+        )  # fmt: skip
+        add(
+            "paged_attention", (dims.num_kv_heads, shape.attention_splits), 32 * (1 + CONSUMERS),
+            [b.q, keys, values, b.block_table, b.step, b.sums, b.maxima, b.denominators], "paged_attention", shared,
+        )  # fmt: skip
+        splits = ctypes.c_int(shape.attention_splits)
+        add("attention_combine", (-(-dims.q_size // 128),), 32, [b.sums, b.maxima, b.denominators, b.step, splits, b.x], "paged_attention")
+        gemv("gemv_o", layer.o, b.x, b.o, "o_proj")
+        add("rmsnorm", (1,), rows, [b.residual, b.o, part_count(b.o), layer.post_norm, b.x])
+        gemv("gemv_gate_up", layer.gate_up, b.x, b.gate_up, "gate_up_gemv")
+        add("swiglu", (-(-dims.intermediate // 1024),), 256, [b.gate_up, b.inner], "swiglu_down")
+        gemv("gemv_down", layer.down, b.inner, b.down, "swiglu_down")
+        previous = b.down
+    return out + head_launches(kernels, weights, buffers, shape, previous)
+
+
+def head_launches(kernels: Kernels, weights: DeviceModel, buffers: DecodeBuffers, shape: LaunchShape, parts: cupy.ndarray | None) -> list[Launch]:
+    """From the residual (plus ``parts``, if any) to logits and the greedy token: the end of a decode step and of a prefill."""
+    b, threads = buffers, 32 * shape.gemv_warps
+    grid = (streams(weights.dims, weights.group, shape)["head"][0],)
+    entries = ctypes.c_int(weights.entries)
+    return [
+        Launch(kernels, "final_norm", (1,), row_threads(weights.dims), [b.residual, parts, part_count(parts), weights.final_norm, b.halves], region="rmsnorm"),
+        Launch(kernels, "lm_head", grid, threads, [weights.head, b.halves, b.logit_parts]),
+        Launch(kernels, "argmax", (ARGMAX_CTAS,), 256, [b.logit_parts, b.logits, entries, b.candidates, b.arrived, b.step]),
+    ]
