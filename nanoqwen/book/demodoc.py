@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -53,18 +54,29 @@ def data() -> str:
     return table(rows, head=["package", "licence", "files", "MB"], caption=caption).markdown()
 
 
-def training() -> str:
-    """The run in a table."""
+def stages() -> list[dict[str, Any]]:
+    """The records of the training runs in order, the last one's own without the results."""
     given = record()
-    recipe, seen = given["recipe"], given["tokens_seen"]
+    return [run for run in (given.get("earlier_stage"), given) if run]
+
+
+def training() -> str:
+    """The runs in a table, one column each."""
+    runs = stages()
+
+    def row(name: str, value: Callable[[dict[str, Any]], str]) -> tuple[str, ...]:
+        return (name, *(value(run) for run in runs))
+
     rows = [
-        ("parameters", f"{given['shape']['parameters'] / 1e6:.1f} million"),
-        ("tokens seen", f"{seen['total'] / 1e6:,.0f} million"),
-        ("steps", f"{recipe['steps']:,} of {recipe['batch_tokens']:,} tokens"),
-        ("steps that compute with INT4 projections", f"every second one of the last {recipe['int4_share']:.0%}"),
-        ("time", f"{given['timing']['train_s'] / 60:.1f} minutes"),
+        row("tokens seen, millions", lambda run: f"{run['tokens_seen']['total'] / 1e6:,.0f}"),
+        row("tokens a step", lambda run: f"{run['recipe']['batch_tokens']:,}"),
+        row("minutes of training", lambda run: f"{run['timing']['train_s'] / 60:.1f}"),
+        row("training loss at the end", lambda run: f"{run['final']['train']:.3f}"),
+        row("validation loss at the end", lambda run: f"{run['final']['validation']:.3f}"),
     ]
-    return table(rows, head=["", ""], caption=made()).markdown()
+    head = ["", *(f"stage {i}" for i in range(1, len(runs) + 1))]
+    caption = f"{record()['shape']['parameters'] / 1e6:.1f} million parameters. " + "; ".join(f"stage {i}: `{run['command']}`" for i, run in enumerate(runs, 1))
+    return table(rows, head=head, caption=f"{caption}. {runs[-1]['device']['name']}, {runs[-1]['date']}.").markdown()
 
 
 def loss() -> str:
@@ -88,7 +100,10 @@ def curve() -> Html:
     from nanoqwen.book.style import use_style
 
     use_style()
-    points = record()["curve"]
+    points, before = [], 0
+    for run in stages():
+        points += [point | {"tokens": point["tokens"] + before} for point in run["curve"]]
+        before += run["tokens_seen"]["total"]
     millions = [p["tokens"] / 1e6 for p in points]
     fig, ax = plt.subplots()
     ax.plot(millions, [p["train"] for p in points], color=palette.ENGINE["cpu"], linewidth=1.2, label="training batches")
