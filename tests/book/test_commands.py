@@ -19,10 +19,15 @@ NEEDS = {"network", "hopper"}
 OURSELVES = "make test"
 
 
+def fenced(page: str) -> list[tuple[str, str]]:
+    """(language, text) of the page's fenced blocks."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return re.findall(r"^```([\w{}-]*)[^\n]*\n(.*?)^```$", text, re.M | re.S)
+
+
 def commands(page: str) -> list[str]:
     """The ``$`` lines of the page's console blocks, continuation lines joined."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    blocks = re.findall(r"^```console\n(.*?)^```", text, re.M | re.S)
+    blocks = [text for language, text in fenced(page) if language == "console"]
     return [line[2:] for block in blocks for line in block.replace("\\\n", " ").splitlines() if line.startswith("$ ")]
 
 
@@ -40,8 +45,7 @@ def test_the_page_prints_commands_and_its_markers_are_known(page):
     found = commands(page)
     assert any(c.startswith("make run") for c in found) and any(c.startswith("nanoqwen") for c in found)
     assert {needs(c) for c in found} - {None} <= NEEDS
-    text = (ROOT / page).read_text(encoding="utf-8")
-    stray = [b for b in re.findall(r"^```(?:bash|sh|shell)?\n(.*?)^```", text, re.M | re.S) if re.search(r"^\$? ?(make|nanoqwen|pip) ", b, re.M)]
+    stray = [text for language, text in fenced(page) if language != "console" and re.search(r"^\$? ?(make|nanoqwen|pip) ", text, re.M)]
     assert stray == [], "commands outside console blocks would go untested"
 
 
