@@ -149,7 +149,7 @@ def _chat_template(folder: Path, side: dict, notes: list[str]) -> tuple[str | No
         return inside, "tokenizer_config.json"
     if inside is not None:
         raise InputError(f"{folder / 'tokenizer_config.json'}: chat_template is a {type(inside).__name__}, text was expected")
-    notes.append("the checkpoint has no chat template: generate works, chat does not")
+    notes.append("the checkpoint has no chat template: chat uses the built-in ChatML form of Qwen2.5 where the tokenizer has its markers")
     return None, None
 
 
