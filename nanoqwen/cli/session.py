@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from nanoqwen.cli.console import Progress, note
 from nanoqwen.cli.parser import non_empty_text, real_number, whole_number
+from nanoqwen.errors import InputError
 
 if TYPE_CHECKING:
     from nanoqwen.engines import Engine
@@ -23,7 +24,8 @@ ENGINE_NAMES = "cpu, reference (PyTorch on an NVIDIA GPU), eager or graph (hand-
 
 
 def add_file(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", nargs="?", help="a .nanoqwen file (default: the checkpoint that the package ships)")
+    parser.add_argument("file", metavar="FILE", nargs="?", help="a .nanoqwen file, or synthetic:demo, synthetic:7b ... for seeded random weights (default: the "
+                                                             "checkpoint that the package ships)")
 
 
 def add_progress_option(parser: argparse.ArgumentParser) -> None:
@@ -32,11 +34,15 @@ def add_progress_option(parser: argparse.ArgumentParser) -> None:
                         help="draw a progress bar on stderr (default: only when stderr is a terminal)")
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
+def add_engine_options(parser: argparse.ArgumentParser, *, context: bool = True) -> None:
+    """`--engine`, `--device` and, for commands that generate, `--context`."""
     group = parser.add_argument_group("engine")
     group.add_argument("--engine", metavar="NAME", help=f"{ENGINE_NAMES} (default: the one of the device)")
     group.add_argument("--device", metavar="DEVICE",
                        help="cpu, cuda or cuda:N; never replaced by another (default: cuda where PyTorch sees a GPU, else cpu)")
+    if context:
+        group.add_argument("--context", metavar="N", type=whole_number(1), default=None,
+                           help="most tokens to hold, prompt and reply together (default: the model's context)")
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -74,16 +80,28 @@ def choose_device(engine: str | None, device: str | None) -> str | None:
 
 
 @contextmanager
-def open_file(file: str | None) -> Iterator[PackFile]:
-    """The named .nanoqwen file, or the shipped model, packed first when that has not happened yet."""
+def open_file(file: str | None, *, payload: bool = True) -> Iterator[PackFile]:
+    """The named .nanoqwen file, or the shipped model, packed first when that has not happened yet, or a synthetic model.
+
+    A synthetic model that is too large for a file is refused, unless the caller says that it reads no ``payload``.
+    """
+    from nanoqwen import synthetic_pack
     from nanoqwen.packfile import open_pack
 
-    if file is None:
+    if synthetic_pack.is_synthetic(file) and not synthetic_pack.is_small(file):
+        if payload:
+            raise InputError(synthetic_pack.too_large(file))
+        yield synthetic_pack.planned(file)
+        return
+    if file is None or synthetic_pack.is_synthetic(file):
         from nanoqwen.default_model import ensure_default_pack
 
         notes: list[str] = []
         with Progress(None, "pack") as progress:
-            file = ensure_default_pack(notes=notes, progress=progress)
+            if file is None:
+                file = ensure_default_pack(notes=notes, progress=progress)
+            else:
+                file = synthetic_pack.ensure_synthetic_pack(file, notes=notes, progress=progress)
         for line in notes:
             note(line)
     with open_pack(file) as pack:
@@ -114,6 +132,6 @@ def open_session(args: argparse.Namespace) -> Iterator[tuple[PackFile, Tokenizer
         from nanoqwen.engines import open_engine
 
         device = choose_device(args.engine, args.device)
-        with Progress(None, "load", " layers") as progress, open_engine(pack, args.engine, device, progress=progress) as engine:
+        with Progress(None, "load", " layers") as progress, open_engine(pack, args.engine, device, progress=progress, context_limit=args.context) as engine:
             note(f"engine {engine.name} on {engine.device}; {engine.description}")
             yield pack, tokenizer, engine

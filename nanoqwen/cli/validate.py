@@ -26,7 +26,7 @@ def add_parser(add) -> None:
     parser.add_argument("--all", action="store_true", help="list every check, not only tiers and failures")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     add_progress_option(parser)
-    add_engine_options(parser)
+    add_engine_options(parser, context=False)
 
 
 def run(args: argparse.Namespace) -> int:

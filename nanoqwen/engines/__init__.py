@@ -22,11 +22,12 @@ from nanoqwen.engines.base import Engine
 from nanoqwen.errors import DeviceError, InputError
 from nanoqwen.packfile import PackFile, open_pack
 
-__all__ = ["ENGINES", "Engine", "available_engines", "open_engine"]
+__all__ = ["ENGINES", "HOPPER", "Engine", "available_engines", "open_engine"]
 
 #: Every engine's name. The last one is announced so that asking for it gets a plain answer.
 ENGINES = ("cpu", "reference", "eager", "graph", "persistent")
-_HOPPER = ("eager", "graph")
+#: Those that run hand-written Hopper kernels.
+HOPPER = ("eager", "graph")
 _LATER = ("persistent",)
 
 
@@ -51,7 +52,7 @@ def open_engine(
     owns = not isinstance(pack, PackFile)
     opened = open_pack(pack) if owns else pack
     try:
-        if name in _HOPPER:
+        if name in HOPPER:
             if problem := hopper_problem():
                 raise DeviceError(f"engine {name}: {problem}; use --engine cpu, or see `nanoqwen doctor`")
             from nanoqwen.engines import hopper
@@ -79,7 +80,7 @@ def _choose(name: str | None, device: str | None) -> tuple[str, str]:
         raise DeviceError(f"{_not_yet(name)}; use --engine cpu, or --engine reference on a GPU")
     if name is None:
         name = "reference" if kind == "cuda" else "cpu"
-    if name in _HOPPER and kind == "cpu":
+    if name in HOPPER and kind == "cpu":
         raise InputError(f"engine {name} does not run on the CPU; use --device cuda, or --engine cpu")
     if name == "cpu" and kind == "cuda":
         raise InputError(f"engine cpu does not run on {device}; use --engine reference for PyTorch on the GPU, or --device cpu")
@@ -109,7 +110,7 @@ def hopper_problem() -> str | None:
 def available_engines() -> list[tuple[str, bool, str]]:
     """(name, whether it can be opened here, in words where it runs or why it cannot), for every known engine."""
     problem = hopper_problem()
-    later = [(name, problem is None, problem or "hand-written kernels, this Hopper GPU") for name in _HOPPER]
+    later = [(name, problem is None, problem or "hand-written kernels, this Hopper GPU") for name in HOPPER]
     later += [(name, False, _not_yet(name)) for name in _LATER]
     try:
         import torch

@@ -19,15 +19,14 @@ from nanoqwen.config import load_settings
 from nanoqwen.cuda.constants import LaunchShape, check_supported, constants_header
 from nanoqwen.cuda.decode import DecodeBuffers, decode_launches, head_launches
 from nanoqwen.cuda.launch import Kernels, Launch
+from nanoqwen.cuda.memory import check_fits
+from nanoqwen.cuda.pages import DevicePages
 from nanoqwen.cuda.prefill import CHUNK, Prefill
 from nanoqwen.cuda.weights import DeviceModel, upload
 from nanoqwen.engines.base import Engine
 from nanoqwen.errors import DeviceError, InputError, NonFiniteError
 from nanoqwen.kv import pages_for
 from nanoqwen.packfile import PackFile, Progress
-
-#: Tokens the page pool holds at first; it doubles when a sequence outgrows it.
-FIRST_POOL_TOKENS = 4096
 
 
 class HopperEngine(Engine):
@@ -38,7 +37,7 @@ class HopperEngine(Engine):
         properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
         self.name = name
         dims = weights.dims
-        limit = min(context_limit or dims.max_position, dims.max_position)
+        limit = context_limit or dims.max_position
         super().__init__(
             dims, weights.group, device=properties["name"].decode(), context_limit=limit,
             description=f"INT4 weights, FP16 KV pages, {'one CUDA graph a token' if name == 'graph' else 'one launch a kernel'}",
@@ -47,30 +46,19 @@ class HopperEngine(Engine):
         self._shape = shape or LaunchShape(properties["multiProcessorCount"])
         self._stream = cupy.cuda.Stream(non_blocking=True)  # capture needs a non-blocking one
         self._kernels = Kernels(constants_header(dims, weights.group, self._shape), cache)
-        self._page_tokens = load_settings().kv.page_tokens
+        spec = load_settings().kv
         with self._stream:
-            self._buffers = DecodeBuffers(dims, weights.group, self._shape, pages_for(limit, self._page_tokens))
+            self._buffers = DecodeBuffers(dims, weights.group, self._shape, pages_for(limit, spec.page_tokens))
             self._prefiller = Prefill(self._kernels, weights, self._buffers, min(CHUNK, limit))
             self._head = head_launches(self._kernels, weights, self._buffers, self._shape, None)
-            self._pool = None
-            self._grow(min(FIRST_POOL_TOKENS, limit))
-        self._pages: list[int] = []  # the block table: physical page of each logical page
-        self._free: list[int] = list(range(self._pool.shape[2] - 1, -1, -1))
+            self._pages = DevicePages(dims, spec, limit, cupy)
+            self._make_launches()
         self._stream.synchronize()
 
-    # ------------------------------------------------------------------------------------------ pages
-
-    def _grow(self, tokens: int) -> None:
-        """(Re)allocate the page pool for ``tokens`` tokens and make the launches that point into it."""
-        dims = self.dims
-        pages = pages_for(tokens, self._page_tokens)
-        pool = cupy.empty((dims.num_layers, 2, pages, self._page_tokens * dims.kv_size), dtype=np.float16)
-        if self._pool is not None:
-            pool[:, :, : self._pool.shape[2]] = self._pool
-            self._free[:0] = range(pages - 1, self._pool.shape[2] - 1, -1)
-        self._pool = pool
+    def _make_launches(self) -> None:
+        """The launches of both variants, with page_open in front and without, and their graphs; again whenever the pool moved."""
         self._launches = {
-            opens: decode_launches(self._kernels, self._weights, self._buffers, pool, self._shape, opens_page=opens) for opens in (True, False)
+            opens: decode_launches(self._kernels, self._weights, self._buffers, self._pages.pool, self._shape, opens_page=opens) for opens in (True, False)
         }
         self._graphs: dict[bool, cupy.cuda.Graph] = {}
         if self.name == "graph":
@@ -82,14 +70,12 @@ class HopperEngine(Engine):
             launch(self._stream)
         return self._stream.end_capture()
 
-    def _take_page(self) -> int:
-        if not self._free:
-            self._grow(min(2 * self._pool.shape[2] * self._page_tokens, self.context_limit))
-        page = self._free.pop()
-        self._pages.append(page)
-        return page
-
-    # ------------------------------------------------------------------------------------------ steps
+    def _hold(self, tokens: int) -> list[int]:
+        """Pages for ``tokens`` tokens; returns those newly taken."""
+        fresh, moved = self._pages.ensure(tokens)
+        if moved:
+            self._make_launches()
+        return fresh
 
     def _prefill(self, ids: list[int]) -> np.ndarray:
         start = self.position
@@ -97,14 +83,12 @@ class HopperEngine(Engine):
             with self._stream:
                 for i in range(0, len(ids), CHUNK):
                     chunk, at = ids[i : i + CHUNK], start + i
-                    fresh = []
-                    while len(self._pages) < pages_for(at + len(chunk), self._page_tokens):
-                        fresh.append(self._take_page())
+                    fresh = self._hold(at + len(chunk))
+                    self._pages.clear(fresh)
                     if fresh:
-                        self._pool[:, :, fresh] = 0  # a page may hold NaN of another sequence
-                        first = len(self._pages) - len(fresh)
-                        self._buffers.block_table[first : len(self._pages)] = cupy.asarray(fresh, dtype=np.int32)
-                    self._prefiller.run(chunk, at, self._pool, self._stream)
+                        held = len(self._pages.table.pages)
+                        self._buffers.block_table[held - len(fresh) : held] = cupy.asarray(fresh, dtype=np.int32)
+                    self._prefiller.run(chunk, at, self._pages.pool, self._stream)
                 for launch in self._head:
                     launch(self._stream)
             return self._logits()
@@ -123,8 +107,9 @@ class HopperEngine(Engine):
 
     def step(self, token: int) -> None:
         """Enqueue one decode step at ``position``; returns at once. The caller reads ``_logits`` or the greedy token."""
-        opens = self.position % self._page_tokens == 0
-        page = self._take_page() if opens else 0
+        with self._stream:
+            fresh = self._hold(self.position + 1)
+        opens, page = bool(fresh), fresh[0] if fresh else 0  # page_open writes the block table and clears the page
         self._buffers.step.set(np.array([token, self.position, page, -1], dtype=np.int32), stream=self._stream)
         if self._graphs:
             self._graphs[opens].launch(self._stream)
@@ -139,15 +124,13 @@ class HopperEngine(Engine):
         return logits
 
     def _rewind(self, position: int) -> None:
-        keep = pages_for(position, self._page_tokens)
-        self._free += reversed(self._pages[keep:])
-        del self._pages[keep:]
+        self._pages.truncate(position)
 
     def _close(self) -> None:
         self._stream.synchronize()
         self._graphs, self._launches, self._head = {}, {}, []
         self._kernels = None
-        self._pool = self._buffers = self._prefiller = self._weights = None
+        self._pages = self._buffers = self._prefiller = self._weights = None
 
 
 def open_hopper(
@@ -163,10 +146,11 @@ def open_hopper(
     if index >= cupy.cuda.runtime.getDeviceCount():
         raise DeviceError(f"there is no device {device}: {cupy.cuda.runtime.getDeviceCount()} NVIDIA GPU(s), counted from cuda:0")
     with cupy.cuda.Device(index):
-        need = sum(nbytes for e in pack.tensors.values() for _, nbytes, _ in e.spans)
-        free = cupy.cuda.runtime.memGetInfo()[0]
-        if need > free:
-            raise DeviceError(f"the weights need {need / 1e9:.2f} GB on {device}, {free / 1e9:.2f} GB are free; free some, or use --device cpu")
+        shape = LaunchShape(cupy.cuda.runtime.getDeviceProperties(index)["multiProcessorCount"])
+        limit = context_limit or pack.dims.max_position
+        if limit > pack.dims.max_position:
+            raise InputError(f"a context of {limit} tokens is more than the model's {pack.dims.max_position}; ask for that or less")
+        check_fits(pack.dims, pack.group_size, shape, limit, min(CHUNK, limit), cupy.cuda.runtime.memGetInfo()[0], device)
         try:
             weights = upload(pack, progress)
             engine = HopperEngine(weights, name=name, cache=kernel_cache(), context_limit=context_limit)

@@ -278,3 +278,11 @@ def test_a_reader_that_goes_away(endless):
     err = process.stderr.read()
     assert process.wait(timeout=60) == 141
     assert err.count(b"\n") == 1 and b"engine cpu" in err  # no traceback, no "Exception ignored"
+
+
+def test_a_smaller_context_can_be_asked_for_and_a_larger_one_is_refused(run, endless):
+    done = run("generate", endless, "--prompt", "1", "--context", "16", "--max-tokens", "100", "--json")
+    reply = json.loads(done.out)
+    assert len(reply["ids"]) == 15 and reply["finish_reason"] == "length"
+    line = run("generate", endless, "--prompt", "1", "--context", "1000000000").error_line()
+    assert "1000000000" in line and "more than the model's" in line

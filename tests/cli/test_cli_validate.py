@@ -178,3 +178,9 @@ def test_a_gpu_that_is_not_there_is_refused_before_anything_runs_on_it(run, plai
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "no NVIDIA GPU" in run("validate", plain, "--tier", tier, "--device", "cuda").error_line()
     assert "there is no device 'tpu'" in run("validate", plain, "--tier", tier, "--device", "tpu").error_line()
+
+
+@pytest.mark.parametrize("engine", ["eager", "graph"])
+def test_engines_without_twins_are_refused_and_not_passed_off(run, plain, engine):
+    done = run("validate", str(plain), "--engine", engine)
+    assert done.status == 2 and f"does not climb with engine {engine} yet" in done.err
