@@ -27,8 +27,8 @@
 //            finite: page_open.cu clears a page when a sequence takes it, so it holds nothing but zeros and this sequence's own rows.
 #include "constants.cuh"
 #include "kv_page.cuh"
-#include "matrix.cuh"
 #include "mbarrier.cuh"
+#include "page_fragments.cuh"
 #include "step.cuh"
 
 namespace nanoqwen {
@@ -130,9 +130,8 @@ paged_attention(const float* q, const u16* keys, const u16* values, const int* b
         float s[2][4] = {};
 #pragma unroll
         for (int k = 0; k < kDimSteps; ++k) {
-          const int token = lane_id() % 8 + (lane_id() / 16) * 8, chunk = 2 * k + (lane_id() / 8) % 2;
           u32 b[4];
-          ldmatrix(b, k_page + token * kHeadDim + swizzled(8 * chunk, token));
+          key_fragments(b, k_page, k);
           mma_f16(s[0], a[k][0], a[k][1], a[k][2], a[k][3], b[0], b[1]);
           mma_f16(s[1], a[k][0], a[k][1], a[k][2], a[k][3], b[2], b[3]);
         }
@@ -172,9 +171,8 @@ paged_attention(const float* q, const u16* keys, const u16* values, const int* b
         split_pair(p[1][0], p[1][1], pa[2], pa[3]);
 #pragma unroll
         for (int n = 0; n < kDimTiles; n += 2) {
-          const int token = lane_id() % 16, chunk = n + lane_id() / 16;
           u32 b[4];
-          ldmatrix_transposed(b, v_page + token * kHeadDim + swizzled(8 * chunk, token));
+          value_fragments(b, v_page, n);
           mma_f16(acc[n], pa[0], pa[1], pa[2], pa[3], b[0], b[1]);
           mma_f16(acc[n + 1], pa[0], pa[1], pa[2], pa[3], b[2], b[3]);
         }

@@ -13,8 +13,8 @@
 // Shared     kStages * kStagePages * 2 slices of pages, then the barriers.
 #include "constants.cuh"
 #include "kv_page.cuh"
-#include "matrix.cuh"
 #include "mbarrier.cuh"
+#include "page_fragments.cuh"
 
 namespace nanoqwen {
 
@@ -97,9 +97,8 @@ prefill_attention(const float* q, const u16* keys, const u16* values, const int*
       float s[2][4] = {};
 #pragma unroll
       for (int k = 0; k < kDimSteps; ++k) {
-        const int token = lane_id() % 8 + (lane_id() / 16) * 8, chunk = 2 * k + (lane_id() / 8) % 2;
         u32 b[4];
-        ldmatrix(b, k_page + token * kHeadDim + swizzled(8 * chunk, token));
+        key_fragments(b, k_page, k);
         mma_f16(s[0], high[k][0], high[k][1], high[k][2], high[k][3], b[0], b[1]);
         mma_f16(s[0], low[k][0], low[k][1], low[k][2], low[k][3], b[0], b[1]);
         mma_f16(s[1], high[k][0], high[k][1], high[k][2], high[k][3], b[2], b[3]);
@@ -139,9 +138,8 @@ prefill_attention(const float* q, const u16* keys, const u16* values, const int*
       split_pair(p[1][2], p[1][3], ph[3], pl[3]);
 #pragma unroll
       for (int d = 0; d < kDimTiles; d += 2) {
-        const int token = lane_id() % 16, chunk = d + lane_id() / 16;
         u32 b[4];
-        ldmatrix_transposed(b, v_page + token * kHeadDim + swizzled(8 * chunk, token));
+        value_fragments(b, v_page, d);
         mma_f16(acc[d], ph[0], ph[1], ph[2], ph[3], b[0], b[1]);
         mma_f16(acc[d], pl[0], pl[1], pl[2], pl[3], b[0], b[1]);
         mma_f16(acc[d + 1], ph[0], ph[1], ph[2], ph[3], b[2], b[3]);
