@@ -5,7 +5,7 @@
 
 Each weight is a function of (seed, tensor, index) alone, in integer arithmetic: ``splitmix64`` gives 64 bits, and counting
 set bits turns them into numbers with a bell-shaped, symmetric distribution. So numpy here and a kernel on the card
-(kernels/common/synthetic.cuh) make the same bits, and no random-number library's version matters.
+(kernels/setup/synthetic.cu) make the same bits, and no random-number library's version matters.
 
 * INT4 codes are popcount of 14 bits - 7: mean 0, standard deviation 1.87, from -7 to 7. (Uniform nibbles would have mean -0.5, and a
   deep model of them drifts in one direction, which hides errors.)

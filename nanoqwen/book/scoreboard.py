@@ -11,7 +11,8 @@ import math
 
 from nanoqwen.book.display import inline
 from nanoqwen.book.facts import facts, quoted
-from nanoqwen.book.receipts import available, receipt
+from nanoqwen.book.receipts import Receipt, available, receipt
+from nanoqwen.config import Dims
 
 #: Ends and ticks of the scale, in milliseconds a token.
 _LOW, _HIGH = 0.5, 200.0
@@ -27,11 +28,11 @@ def scoreboard_html() -> str:
     """The scoreboard as a table: it reads in order without its graphics."""
     articles = quoted()["articles"]
     rows = [_row(r["label"], r["engine"], r["ms_per_token"], f"{articles['device']}, {articles['source']}", "reported") for r in articles["rows"]]
-    known = set(available())
     for r in quoted()["to_measure"]:
-        if r["receipt"] in known:
-            made = receipt(r["receipt"])
-            rows.append(_row(r["label"], r["engine"], made.results["ms_per_token"], made.caption(), "measured"))
+        made = receipt(r["receipt"]) if r["receipt"] in available() else None
+        ms = measured_ms(made, r["of"]) if made else None
+        if ms is not None:
+            rows.append(_row(r["label"], r["engine"], ms, made.caption(), "measured"))
         else:
             rows.append(_row(r["label"], r["engine"], None, f"to be measured in chapter {r['chapter']:02d}", "open"))
     limit = float(facts()["limit-ms-h100"])
@@ -47,6 +48,18 @@ def scoreboard_html() -> str:
         "<tbody>" + "\n".join([*rows, bound]) + "</tbody>"
         f'<tfoot aria-hidden="true"><tr><th></th><td>{ticks}<span>ms</span></td></tr></tfoot></table></div>'
     )
+
+
+def measured_ms(made: Receipt, entry: str) -> float | None:
+    """Milliseconds a token of ``entry`` ("engines.graph", "peers.llama.cpp") in an end-to-end receipt.
+
+    None when it was not measured, or not on a model of the 7B's dimensions: this scoreboard compares one size only.
+    """
+    seven, model = Dims.qwen2_5_coder_7b(), made.results.get("model", {})
+    if (model.get("layers"), model.get("hidden"), model.get("vocab")) != (seven.num_layers, seven.hidden, seven.vocab):
+        return None
+    kind, _, name = entry.partition(".")
+    return made.results.get(kind, {}).get(name, {}).get("itl_ms")
 
 
 def _row(label: str, engine: str, ms: float | None, note: str, kind: str) -> str:

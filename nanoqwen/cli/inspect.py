@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from nanoqwen.cli.console import EXIT_BAD_INPUT, EXIT_OK, Progress, columns, human_bytes, out, out_json, plural
 from nanoqwen.cli.session import add_file, add_progress_option, open_file
+from nanoqwen.errors import InputError
 
 _LAYER = re.compile(r"^(model\.layers\.)(\d+)(\..*)$")
 
@@ -26,8 +27,14 @@ def add_parser(add) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    with open_file(args.file) as pack:
+    from nanoqwen.synthetic_pack import is_planned
+
+    with open_file(args.file, payload=False) as pack:
         facts = describe(pack)
+        if is_planned(pack):
+            if args.verify:
+                raise InputError(f"{pack.path}: there is nothing to verify, this model is made on the card and is no file")
+            facts["notes"] = [*facts["notes"], "not a file here: sizes and offsets are those that it would have"]
         if args.verify:
             with Progress(args.progress, "verify") as progress:
                 facts["damaged"] = pack.verify(progress)

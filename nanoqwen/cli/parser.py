@@ -23,7 +23,8 @@ FILE is a .nanoqwen file made by `nanoqwen pack`. Where it is left out, the chec
 it is packed into the cache folder once (NANOQWEN_CACHE names another folder).
 
 exit status: 0 done, 1 `validate` ran and something did not pass, 2 wrong argument, file or device (one line on stderr says
-which), 130 stopped by Ctrl-C, 141 the reader of the output went away, 70 a fault of nanoqwen itself.
+which), 3 `bench` measured everything but a peer program, 130 stopped by Ctrl-C, 141 the reader of the output went away, 70 a fault
+of nanoqwen itself.
 """
 
 

@@ -24,8 +24,8 @@ ENGINE_NAMES = "cpu, reference (PyTorch on an NVIDIA GPU), eager or graph (hand-
 
 
 def add_file(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", nargs="?", help="a .nanoqwen file, or synthetic:demo, synthetic:7b ... for seeded random weights (default: the "
-                                                             "checkpoint that the package ships)")
+    parser.add_argument("file", metavar="FILE", nargs="?",
+                        help="a .nanoqwen file, or synthetic:demo, synthetic:7b ... for seeded random weights (default: the shipped checkpoint)")
 
 
 def add_progress_option(parser: argparse.ArgumentParser) -> None:
@@ -125,13 +125,15 @@ def _spare_threads(pack: PackFile) -> None:
 @contextmanager
 def open_session(args: argparse.Namespace) -> Iterator[tuple[PackFile, Tokenizer, Engine]]:
     """File, tokenizer and engine of a command; says on stderr which engine runs where."""
-    with open_file(args.file) as pack:
+    with open_file(args.file, payload=False) as pack:
         from nanoqwen.tokenizer import Tokenizer
 
         tokenizer = Tokenizer.from_pack(pack)
-        from nanoqwen.engines import open_engine
+        from nanoqwen.engines.synthetic import open_file_or_plan
 
         device = choose_device(args.engine, args.device)
-        with Progress(None, "load", " layers") as progress, open_engine(pack, args.engine, device, progress=progress, context_limit=args.context) as engine:
+        with Progress(None, "load", " layers") as progress, open_file_or_plan(
+            pack, args.engine, device, progress=progress, context_limit=args.context
+        ) as engine:
             note(f"engine {engine.name} on {engine.device}; {engine.description}")
             yield pack, tokenizer, engine

@@ -89,7 +89,11 @@ class Rows(HTMLParser):
 
 def test_rows_without_a_receipt_show_no_number():
     rows = Rows(scoreboard.scoreboard_html()).rows
-    opened = {row["label"] for row in facts.quoted()["to_measure"] if row["receipt"] not in receipts.available()}
+    made = {name: receipts.receipt(name) for name in receipts.available()}
+    opened = {
+        row["label"] for row in facts.quoted()["to_measure"]
+        if row["receipt"] not in made or scoreboard.measured_ms(made[row["receipt"]], row["of"]) is None
+    }  # fmt: skip
     for kind, label, note, value in (row if len(row) == 4 else (row[0], row[1], " ".join(row[2:-1]), row[-1]) for row in rows):
         if label in opened:
             assert kind.startswith("nq-open") and value == "not measured yet" and note.startswith("to be measured in chapter ")
@@ -98,14 +102,29 @@ def test_rows_without_a_receipt_show_no_number():
     assert sum(row[0].startswith("nq-open") for row in rows) == len(opened)
 
 
-def test_a_receipt_fills_its_row(tmp_path, monkeypatch):
-    name = facts.quoted()["to_measure"][0]["receipt"]
-    raw = dict(name=name, command="nanoqwen bench e2e", date="2026-02-01", device={"name": "NVIDIA H200"}, versions={}, sources={}, protocol={}, samples=[2.0], results={"ms_per_token": 2.5})
-    (tmp_path / f"{name}.json").write_text(json.dumps(raw), encoding="utf-8")
-    monkeypatch.setattr(receipts, "receipts_folder", lambda: tmp_path)
-    row = next(row for row in Rows(scoreboard.scoreboard_html()).rows if row[0].startswith("nq-measured"))
-    assert row[1] == facts.quoted()["to_measure"][0]["label"] and row[-1] == "2.5 ms"
-    assert row[2:-1] == ["NVIDIA H200, 2026-02-01,", "nanoqwen bench e2e"]
+def write_e2e(folder, monkeypatch, hidden=3584):
+    """A receipt as `nanoqwen bench e2e` writes it, cut to what the scoreboard reads."""
+    results = {
+        "ceiling_gb_s": 4567.0, "model": {"name": "synthetic:7b", "layers": 28, "hidden": hidden, "vocab": 152064},
+        "engines": {"graph": {"itl_ms": 2.5}}, "peers": {"llama.cpp": {"itl_ms": 3.58}},
+    }  # fmt: skip
+    raw = dict(name="e2e", command="nanoqwen bench e2e", date="2026-02-01", device={"name": "NVIDIA H200"}, versions={}, sources={}, protocol={}, samples={}, results=results)
+    (folder / "e2e.json").write_text(json.dumps(raw), encoding="utf-8")
+    monkeypatch.setattr(receipts, "receipts_folder", lambda: folder)
+    return Rows(scoreboard.scoreboard_html()).rows
+
+
+def test_a_receipt_fills_the_rows_it_measured_and_no_other(tmp_path, monkeypatch):
+    rows = {row[1]: row for row in write_e2e(tmp_path, monkeypatch)}
+    labels = {row["of"]: row["label"] for row in facts.quoted()["to_measure"]}
+    graph, peer = rows[labels["engines.graph"]], rows[labels["peers.llama.cpp"]]
+    assert graph[0].startswith("nq-measured") and graph[-1] == "2.5 ms" and graph[2:-1] == ["NVIDIA H200, 2026-02-01,", "nanoqwen bench e2e"]
+    assert peer[0].startswith("nq-measured") and peer[-1] == "3.58 ms"
+    assert rows[labels["engines.eager"]][0].startswith("nq-open") and rows[labels["engines.eager"]][-1] == "not measured yet"
+
+
+def test_a_receipt_of_another_model_fills_no_row(tmp_path, monkeypatch):
+    assert not any(row[0].startswith("nq-measured") for row in write_e2e(tmp_path, monkeypatch, hidden=384))
 
 
 def test_bars_stand_on_a_logarithmic_scale():

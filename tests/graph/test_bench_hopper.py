@@ -1,0 +1,53 @@
+"""The benchmarks on a Hopper card: that they run, that their numbers can be true, and that they agree with each other."""
+
+from __future__ import annotations
+
+import pytest
+
+from nanoqwen.bench import suite
+from nanoqwen.bench.ceiling import measure_ceiling
+from nanoqwen.bench.protocol import Protocol
+from nanoqwen.engines import hopper_problem
+from nanoqwen.synthetic_pack import planned
+
+pytestmark = pytest.mark.skipif(hopper_problem() is not None, reason=f"not measured here: {hopper_problem()}")
+
+PROTOCOL = Protocol.standard(prompt_tokens=100, gen_tokens=20, warmup=1, runs=3)
+
+
+def measure(mode: str, *engines: str, name: str = "synthetic:1.5b") -> suite.Report:
+    return suite.run(suite.Request(mode, PROTOCOL, engines, ceiling_bytes=2_000_000_000), planned(name), name, tell=pytest.fail)
+
+
+def test_the_ceiling_is_below_the_data_sheet_and_steady():
+    found = measure_ceiling("hopper", "cuda", 4_000_000_000)
+    assert found.nbytes == 4_000_000_000 and max(found.samples) < 1.1 * min(found.samples)
+    if found.datasheet_gb_s:
+        assert 0.8 < found.gb_s / found.datasheet_gb_s < 1
+
+
+def test_end_to_end_on_both_engines():
+    report = measure("e2e", "eager", "graph")
+    eager, graph = (report.results["engines"][name] for name in ("eager", "graph"))
+    assert eager["same_ids_in_every_run"] and graph["same_ids_in_every_run"]
+    assert graph["itl_ms"] < eager["itl_ms"] and graph["device_chained_ms"] <= graph["itl_ms"] <= graph["itl_with_logits_ms"] * 1.05
+    assert 0 < graph["mbu"] < 1 and graph["setup"]["capture_s"] > 0 and "capture_s" not in eager["setup"]
+    assert {"name", "sm_count", "l2_mb"} <= report.device.keys() and "cupy" in report.versions
+
+
+def test_regions_are_the_eleven():
+    from nanoqwen.cuda.decode import REGIONS
+
+    regions = measure("itl", "eager").results["engines"]["eager"]["regions_ms"]
+    assert set(regions) == set(REGIONS) and all(ms > 0 for region, ms in regions.items() if region != "kernel_gap")
+
+
+def test_every_streamed_matrix_stays_below_the_ceiling():
+    shapes = measure("gemv", "graph", name="synthetic:7b").results["shapes"]
+    assert set(shapes) == {"qkv", "o", "gate_up", "down", "lm_head"} and all(0 < s["mbu"] < 1 for s in shapes.values())
+
+
+def test_depth_costs_time():
+    request = suite.Request("context", PROTOCOL, ["graph"], depths=[64, 8192], ceiling_bytes=2_000_000_000)
+    found = suite.run(request, planned("synthetic:7b"), "synthetic:7b", tell=pytest.fail).results["engines"]["graph"]
+    assert found["8192"]["itl_ms"] > found["64"]["itl_ms"]
