@@ -5,8 +5,8 @@ the model's size. Worker threads read and convert (numpy releases the interprete
 in order and hands them to the writer, so the bytes do not depend on the number of threads, on how the checkpoint was
 sharded, or on where it lies.
 
-    Checkpoint.read_rows --> int4.quantize_pack | FP16 --> PackWriter --> OUT (written beside, then renamed)
-        BF16 rows              in worker threads             in order
+    Checkpoint.read_rows --> int4 or int4_search | FP16 --> PackWriter --> OUT (written beside, then renamed)
+        BF16 rows              in worker threads               in order
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from nanoqwen.checkpoint import BLOCK_VALUES, Checkpoint, open_checkpoint
 from nanoqwen.checkpoint.safetensors_io import to_float32
 from nanoqwen.config import load_settings
 from nanoqwen.errors import InputError
-from nanoqwen.int4 import FP16_MAX, quantize_pack
+from nanoqwen.int4 import FP16_MAX
+from nanoqwen.int4_search import packer
 from nanoqwen.model import TensorSpec, pick_group
 from nanoqwen.packwriter import PackWriter, check_target
 
@@ -63,11 +64,18 @@ class Block:
 
 
 def pack(
-    source: str | Path, out: str | Path, *, group: int | None = None, progress: Progress | None = None, threads: int | None = None
+    source: str | Path,
+    out: str | Path,
+    *,
+    group: int | None = None,
+    method: str = "absmax",
+    progress: Progress | None = None,
+    threads: int | None = None,
 ) -> PackReport:
     """Quantise and pack the checkpoint at ``source`` (folder, index or hub name) into the file ``out``.
 
     ``group`` is the number of weights a scale; left out, the first allowed size that divides every input dimension.
+    ``method`` chooses the scales: "absmax", or "mse", which searches them (``int4_search``).
     ``progress`` is called as (bytes read, bytes in all, tensor name). An existing ``out`` is replaced at the very end, and is
     untouched by any failure.
 
@@ -77,16 +85,17 @@ def pack(
     started = time.perf_counter()
     out = Path(out).expanduser()
     check_target(out)  # before a download starts
+    packer(method)  # likewise: an unknown method is refused
     _keep_freed_memory()
     notes: list[str] = []
     with open_checkpoint(source, notes=notes) as checkpoint:
         _refuse_own_input(out, checkpoint)
         chosen = _choose_group(checkpoint, group, notes)
         dtypes = {spec.name: checkpoint.source_dtype(spec.name) for spec in checkpoint.specs}
-        meta = metadata(checkpoint, chosen)
+        meta = metadata(checkpoint, chosen, method)
         with PackWriter(out, checkpoint.dims, chosen, checkpoint.specs, meta, checkpoint.tokenizer_bytes, dtypes) as writer:
             done, total = 0, checkpoint.stored_bytes
-            with closing(blocks(checkpoint, chosen, threads or default_threads())) as stream:
+            with closing(blocks(checkpoint, chosen, threads or default_threads(), method)) as stream:
                 for block in stream:
                     if block.spec.int4:
                         writer.write_int4(block.spec.name, block.words, block.scales)
@@ -105,7 +114,7 @@ def default_threads() -> int:
 
 
 # [metadata]
-def metadata(checkpoint: Checkpoint, group: int) -> dict:
+def metadata(checkpoint: Checkpoint, group: int, method: str = "absmax") -> dict:
     """The JSON section of a pack file. No dates and no paths: the same checkpoint gives the same bytes wherever it lies.
 
     The name of the source is therefore known only when the checkpoint was given by its hub name.
@@ -119,7 +128,7 @@ def metadata(checkpoint: Checkpoint, group: int) -> dict:
             "architecture": checkpoint.architecture,
             "torch_dtype": checkpoint.torch_dtype,
         },
-        "quantise": {"method": "absmax", "group": group},
+        "quantise": {"method": method, "group": group},
         "defaults": checkpoint.defaults,
         "notes": list(checkpoint.notes),
         "generation": text.generation,
@@ -134,13 +143,13 @@ def metadata(checkpoint: Checkpoint, group: int) -> dict:
 
 
 # [blocks]
-def blocks(checkpoint: Checkpoint, group: int, threads: int) -> Iterator[Block]:
+def blocks(checkpoint: Checkpoint, group: int, threads: int, method: str = "absmax") -> Iterator[Block]:
     """Every tensor in file order, as converted blocks of rows. At most ``threads * BLOCKS_A_THREAD`` are in memory."""
     waiting: deque[Future[Block]] = deque()
     pool = ThreadPoolExecutor(threads, thread_name_prefix="pack")
     try:
         for spec, first, last in row_ranges(checkpoint.specs):
-            waiting.append(pool.submit(convert, checkpoint, spec, first, last, group))
+            waiting.append(pool.submit(convert, checkpoint, spec, first, last, group, method))
             if len(waiting) == threads * BLOCKS_A_THREAD:
                 yield waiting.popleft().result()
         while waiting:
@@ -159,12 +168,12 @@ def row_ranges(specs: list[TensorSpec]) -> Iterator[tuple[TensorSpec, int, int]]
             yield spec, first, min(first + rows, total)
 
 
-def convert(checkpoint: Checkpoint, spec: TensorSpec, first: int, last: int, group: int) -> Block:
+def convert(checkpoint: Checkpoint, spec: TensorSpec, first: int, last: int, group: int, method: str = "absmax") -> Block:
     """Read rows ``first`` to ``last`` of one tensor and bring them into the form in which the file stores them."""
     stored = checkpoint.read_stored(spec.name, first, last)
     weights = to_float32(stored, checkpoint.source_dtype(spec.name))
     if spec.int4:
-        words, scales = quantize_pack(weights, group, spec.name, first)
+        words, scales = packer(method)(weights, group, spec.name, first)
         return Block(spec, stored.nbytes, words=words, scales=scales)
     return Block(spec, stored.nbytes, values=to_fp16(weights, spec.name, first))
 

@@ -1,4 +1,4 @@
-"""What the page about the embedded checkpoint says in numbers, from the record that its training wrote."""
+"""What the page about the embedded checkpoint says in numbers, from the record that its training wrote and from receipts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 
 from nanoqwen import demo
 from nanoqwen.book.display import Html, figure, table
-from nanoqwen.config import Dims
+from nanoqwen.book.receipts import receipt
+from nanoqwen.config import Dims, load_settings
 from nanoqwen.errors import InputError
+from nanoqwen.int4_search import METHODS
 
 
 @lru_cache(maxsize=1)
@@ -92,6 +94,19 @@ def loss() -> str:
     return table(rows, head=["text", "precision", "loss a token", "perplexity", "bits a byte"], caption=made()).markdown()
 
 
+def methods() -> str:
+    """Held-out perplexity and weight error of the two quantisation methods at each group size, from their receipt."""
+    measured = receipt("quantise_methods")
+    names = {"fp32": ("FP32", "")} | {
+        f"{method}_{group}": (f"INT4, `{method}`", group) for group in load_settings().quant.allowed_groups for method in METHODS
+    }
+    rows = [
+        (*names[key], f"{row['weight_error']:.1%}" if row["weight_error"] else "0", f"{row['perplexity']:.3f}", f"{row['bits_per_byte']:.4f}")
+        for key, row in measured.results.items()
+    ]
+    return table(rows, head=["weights", "group", "error of the weights", "perplexity", "bits a byte"], caption=f"Five shipped modules. {measured.caption()}").markdown()
+
+
 def curve() -> Html:
     """The loss curve as a figure."""
     import matplotlib.pyplot as plt
@@ -139,7 +154,7 @@ def _listing(text: str, language: str = "python") -> str:
     return f"`````{language}\n{text.rstrip()}\n`````"
 
 
-PARTS = {"shape": shape, "data": data, "training": training, "loss": loss, "curve": curve, "samples": samples}
+PARTS = {"shape": shape, "data": data, "training": training, "loss": loss, "methods": methods, "curve": curve, "samples": samples}
 
 
 def demo_part(name: str) -> Html | str:

@@ -1,4 +1,4 @@
-"""`nanoqwen generate`: continue a text. The continuation goes to stdout as it is made, everything else to stderr."""
+"""`nanoqwen generate`: continue a text, or fill a gap in one. The continuation goes to stdout as it is made, everything else to stderr."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import argparse
 import sys
 from dataclasses import asdict
 
-from nanoqwen.cli.console import EXIT_INTERRUPTED, EXIT_OK, note, out, out_json, plural
-from nanoqwen.cli.parser import whole_number
-from nanoqwen.cli.prompt import add_prompt_options, read_prompt
+from nanoqwen.cli.console import EXIT_INTERRUPTED, EXIT_OK, UsageError, note, out, out_json, plural
+from nanoqwen.cli.parser import non_empty_text, text, whole_number
+from nanoqwen.cli.prompt import add_prompt_options, decode, read_prompt
 from nanoqwen.cli.session import add_engine_options, add_file, add_sampling_options, open_session, sampling_params
 
 DEFAULT_MAX_TOKENS = 128
@@ -18,7 +18,8 @@ def add_parser(add) -> None:
     parser = add("generate", "continue a text", run, description=(
         "Continue a text. Only the continuation is written to stdout, as it is made; which engine runs, and the speed, go to "
         "stderr. Without --prompt and --prompt-file the prompt is read from standard input. The text is tokenized as it is: "
-        "no start token, no added space, no translated line ends (the tokenizer's own NFC step composes accents)."))
+        "no start token, no added space, no translated line ends (the tokenizer's own NFC step composes accents). With --prefix and --suffix, or with --cursor, the "
+        "model fills the gap between two texts and only the middle is written."))
     add_file(parser)
     add_prompt_options(parser)
     parser.add_argument("--max-tokens", metavar="N", type=whole_number(0), default=DEFAULT_MAX_TOKENS,
@@ -28,17 +29,64 @@ def add_parser(add) -> None:
     parser.add_argument("--ignore-eos", action="store_true", help="go on after an end id (for measurements)")
     parser.add_argument("--json", action="store_true",
                         help="one JSON object at the end instead of the stream: ids, text, finish_reason, engine, device, timings")
+    _add_gap_options(parser)
     add_sampling_options(parser)
     add_engine_options(parser)
 
 
+def _add_gap_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("fill in the middle", (
+        "For checkpoints whose tokenizer has the markers <|fim_prefix|>, <|fim_suffix|> and <|fim_middle|>. The texts are plain text: "
+        "marker letters in them stay letters."))
+    before, after = group.add_mutually_exclusive_group(), group.add_mutually_exclusive_group()
+    before.add_argument("--prefix", metavar="TEXT", type=text, help="the text before the gap; may be empty")
+    before.add_argument("--prefix-file", metavar="F", help="a UTF-8 file with the text before the gap; - reads standard input")
+    after.add_argument("--suffix", metavar="TEXT", type=text, help="the text after the gap; may be empty")
+    after.add_argument("--suffix-file", metavar="F", help="a UTF-8 file with the text after the gap; - reads standard input")
+    group.add_argument("--cursor", metavar="MARK", type=non_empty_text,
+                       help="the prompt is the whole text, and the gap is where MARK stands in it, once; MARK is removed")
+
+
+def read_gap(args: argparse.Namespace) -> tuple[str, str] | None:
+    """(before, after) when the arguments ask to fill a gap, None when they ask to continue a text. Raises InputError."""
+    from nanoqwen.fim import split_at
+
+    before, after = args.prefix is not None or args.prefix_file is not None, args.suffix is not None or args.suffix_file is not None
+    if not (before or after or args.cursor is not None):
+        return None
+    if args.special:
+        raise UsageError("argument --special: not with a gap to fill, where the texts are plain text and the markers are put by the command")
+    if args.cursor is not None:
+        if before or after:
+            raise UsageError("argument --cursor: the text with the mark is the prompt; leave out --prefix and --suffix")
+        return split_at(read_prompt(args), args.cursor)
+    if args.prompt is not None or args.prompt_file is not None:
+        raise UsageError("a prompt is continued, a gap lies between --prefix and --suffix: give one or the other")
+    if not (before and after):
+        raise UsageError(f"a gap has two sides: give {'--suffix' if before else '--prefix'} too (it may be empty)")
+    if args.prefix_file == args.suffix_file == "-":
+        raise UsageError("standard input can be read once: only one of --prefix-file and --suffix-file may be -")
+    return _side(args.prefix, args.prefix_file), _side(args.suffix, args.suffix_file)
+
+
+def _side(typed: str | None, file: str | None) -> str:
+    if typed is not None:
+        return typed
+    if file == "-":
+        return decode(sys.stdin.buffer.read(), "standard input")
+    with open(file, "rb") as opened:
+        return decode(opened.read(), file)
+
+
 def run(args: argparse.Namespace) -> int:
-    prompt = read_prompt(args)  # before a model is loaded: a wrong prompt costs no wait
+    gap = read_gap(args)  # before a model is loaded: a wrong prompt costs no wait
+    prompt = read_prompt(args) if gap is None else ""
     params = sampling_params(args)
     with open_session(args) as (_, tokenizer, engine):
+        from nanoqwen.fim import fim_ids
         from nanoqwen.generate import generate
 
-        prompt_ids = tokenizer.encode(prompt, special=args.special)
+        prompt_ids = tokenizer.encode(prompt, special=args.special) if gap is None else fim_ids(tokenizer, *gap)
         generation = generate(engine, tokenizer, prompt_ids, max_tokens=args.max_tokens, params=params, stop=args.stop, ignore_eos=args.ignore_eos)
         interrupted = False
         try:
@@ -50,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
             interrupted = True
     result = generation.result
     if args.json:
-        out_json(as_dict(result))
+        out_json({"form": "continue" if gap is None else "fill-in-the-middle", **as_dict(result)})
     elif sys.stdout.isatty() and not result.text.endswith("\n"):
         out()  # for the eye only: a pipe gets the text and not a byte more
     note(summary(result))
