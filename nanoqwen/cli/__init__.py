@@ -10,11 +10,11 @@ import os
 import sys
 from collections.abc import Sequence
 
-from nanoqwen.cli import chat, console, doctor, generate, inspect, pack, run, validate
+from nanoqwen.cli import bench, chat, console, doctor, evaluate, export, generate, inspect, pack, run, validate
 from nanoqwen.cli.parser import build_parser, parse
 from nanoqwen.errors import NanoqwenError
 
-GROUPS = (run, pack, inspect, generate, chat, validate, doctor)
+GROUPS = (run, pack, export, inspect, generate, chat, validate, evaluate, bench, doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
