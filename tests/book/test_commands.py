@@ -70,3 +70,12 @@ def test_the_commands_work(page, tmp_path):
 
 def shquote(text: str) -> str:
     return "'" + text.replace("'", "'\\''") + "'"
+
+
+def test_the_readme_lists_every_command():
+    from nanoqwen.cli import GROUPS
+    from nanoqwen.cli.parser import build_parser
+
+    _, known = build_parser([group.add_parser for group in GROUPS])
+    listed = re.findall(r"^\| `nanoqwen (\w+)` \|", (ROOT / "README.md").read_text(encoding="utf-8"), re.M)
+    assert sorted(listed) == sorted(known)

@@ -140,7 +140,7 @@ def with_nvcc(folder):
         out[kind] = folder / f"harness.{kind}"
         done = subprocess.run(
             ["nvcc", *target, f"-{kind}", "-Werror", "all-warnings", "-I", str(HEADER.parent), "-o", str(out[kind]), str(source)],
-            capture_output=True, text=True, timeout=240,
+            capture_output=True, text=True, encoding="utf-8", timeout=240,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
     return out["ptx"].read_text(encoding="utf-8"), out["cubin"]
