@@ -7,7 +7,7 @@
 // Page       [kv_head][token][head_dim] FP16; inside a row, the 16-byte chunk c of token r lies at chunk c ^ (r % 8), so that the
 //            attention kernel's ldmatrix finds the same chunk of eight tokens in eight different banks (paged_attention.cu).
 #include "constants.cuh"
-#include "kv_page.cuh"
+#include "head.cuh"
 #include "parts.cuh"
 #include "ptx.cuh"
 #include "step.cuh"
@@ -22,30 +22,21 @@ rope_append(const float* parts, const u16* q_bias, const u16* k_bias, const u16*
   wait_for_previous_kernel();
   allow_next_kernel();
 
-  const int head = blockIdx.x;  // query heads, then key heads, then value heads
-  const bool is_q = head < kNumHeads, is_k = !is_q && head < kNumHeads + kNumKvHeads;
-  const u16* bias = is_q ? q_bias + head * kHeadDim : (is_k ? k_bias + (head - kNumHeads) * kHeadDim : v_bias + (head - kNumHeads - kNumKvHeads) * kHeadDim);
+  const Head head(blockIdx.x);
+  const u16* bias = head.bias(q_bias, k_bias, v_bias);
   const int position = step->position;
   for (int p = 0; p < kPairs; ++p) {
     const int i = lane_id() + p * kWarp;
-    const int first_row = head * kHeadDim + i, second_row = first_row + kHalf;
+    const int first_row = head.index * kHeadDim + i, second_row = first_row + kHalf;
     constexpr int kRows = kQSize + 2 * kKvSize;
     float a = sum_parts<kQkvParts>(parts + first_row, kRows) + half_to_float(bias[i]);
     float b = sum_parts<kQkvParts>(parts + second_row, kRows) + half_to_float(bias[i + kHalf]);
-    if (is_q || is_k) {
-      const float2 turn = rope_table[static_cast<size_t>(position) * kHalf + i];  // cos, sin
-      const float rotated = a * turn.x - b * turn.y;
-      b = b * turn.x + a * turn.y;
-      a = rotated;
-    }
-    if (is_q) {
+    if (head.is_q || head.is_k) rotate(a, b, rope_table[static_cast<size_t>(position) * kHalf + i]);
+    if (head.is_q) {
       q[first_row] = a;
       q[second_row] = b;
     } else {
-      const int kv_head = (head - kNumHeads) % kNumKvHeads;
-      u16* row = (is_k ? keys : values) + page_row(block_table[position / kPageTokens], kv_head, position % kPageTokens);
-      row[swizzled(i, position)] = float_to_half(a);
-      row[swizzled(i + kHalf, position)] = float_to_half(b);
+      store_pair(head.is_k ? keys : values, block_table, head.kv_head(), position, i, a, b);
     }
   }
 }
