@@ -12,11 +12,11 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from nanoqwen import cache
+from nanoqwen import cache, demo
 from nanoqwen.config import data_path
 from nanoqwen.errors import InputError
 
-CHECKPOINT = Path(__file__).resolve().parent / "demo" / "checkpoint"
+CHECKPOINT = demo.checkpoint_dir()
 
 # What decides the packed bytes besides the checkpoint: a change in any of these makes another file.
 _PACKER_SOURCES = ("checkpoint/*.py", "int4.py", "model.py", "pack.py", "packfile.py", "packwriter.py")

@@ -2,6 +2,6 @@
 
 import os
 
-# Before torch is imported anywhere: on a small machine, two OpenMP threads that wait for each other cost a tiny model
-# far more than they bring (measured on the generate tests beside other work: 52 s with two, 7 s with one).
+# Before torch is imported anywhere: the models of the tests are tiny, and on a busy machine OpenMP threads that wait for each
+# other cost them many times more than they bring.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -380,3 +380,8 @@ def digits(n: int) -> str:
     One repeated digit would make all values equal, and errors of attention, rotary angles and pages would cancel out.
     """
     return "".join(str(pow(7, i, 9973) % 10) for i in range(n))
+
+
+def digit_ids(n: int) -> list[int]:
+    """The token ids of `digits(n)` in `tokenizer()`: one a digit."""
+    return [ord(digit) for digit in digits(n)]

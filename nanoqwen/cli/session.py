@@ -113,8 +113,8 @@ def _spare_threads(pack: PackFile) -> None:
     """Tell PyTorch, before it is imported, to use one thread for a small model, unless the user has chosen.
 
     Matrices of a few hundred rows are done before a second thread has woken up, and on a busy machine the threads of a step
-    wait for each other by spinning, which was seen to make `validate` fifteen times slower; alone on the machine one thread
-    was no slower than two.
+    wait for each other by spinning, which makes them many times slower; alone on the machine one thread
+    is no slower than two.
     """
     from nanoqwen.model import flops_per_token
 

@@ -57,7 +57,7 @@ def open_engine(
                 raise DeviceError(f"engine {name}: {problem}; use --engine cpu, or see `nanoqwen doctor`")
             from nanoqwen.engines import hopper
 
-            return hopper.open_hopper(opened, name, device, owns_pack=owns, **options)
+            return hopper.open_hopper(opened, name, owns_pack=owns, **options)
         from nanoqwen.engines import cpu
 
         if name == "cpu":
@@ -80,13 +80,25 @@ def _choose(name: str | None, device: str | None) -> tuple[str, str]:
         raise DeviceError(f"{_not_yet(name)}; use --engine cpu, or --engine reference on a GPU")
     if name is None:
         name = "reference" if kind == "cuda" else "cpu"
-    if name in HOPPER and kind == "cpu":
-        raise InputError(f"engine {name} does not run on the CPU; use --device cuda, or --engine cpu")
+    if name in HOPPER:
+        check_hopper_device(name, device)
     if name == "cpu" and kind == "cuda":
         raise InputError(f"engine cpu does not run on {device}; use --engine reference for PyTorch on the GPU, or --device cpu")
     if name == "reference" and kind == "cpu":
         name = "cpu"  # the same decoder; "cpu" is its name there
     return name, device or ("cpu" if name == "cpu" else "cuda")
+
+
+def check_hopper_device(name: str, device: str | None) -> None:
+    """Raise InputError unless ``device`` is where the Hopper engines run: the first visible card.
+
+    Their driver calls go to one context; which card is the first is for CUDA_VISIBLE_DEVICES to say.
+    """
+    kind, _, index = (device or "cuda").partition(":")
+    if kind == "cpu":
+        raise InputError(f"engine {name} does not run on the CPU; use --device cuda, or --engine cpu")
+    if index not in ("", "0"):
+        raise InputError(f"engine {name} runs on the first visible card only; to use card {index}, set CUDA_VISIBLE_DEVICES={index} and leave --device at cuda")
 
 
 def hopper_problem() -> str | None:

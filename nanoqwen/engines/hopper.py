@@ -9,6 +9,7 @@ and are written there before the launch.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import cupy
@@ -134,31 +135,38 @@ class HopperEngine(Engine):
 
 
 def open_hopper(
-    pack: PackFile, name: str, device: str = "cuda", *, owns_pack: bool = False, context_limit: int | None = None, progress: Progress | None = None
+    pack: PackFile, name: str, *, owns_pack: bool = False, context_limit: int | None = None, progress: Progress | None = None
 ) -> HopperEngine:
-    """The "eager" or "graph" engine on ``device``, with the weights of ``pack`` copied to the card.
+    """The "eager" or "graph" engine with the weights of ``pack`` copied to the card.
 
-    The file is not needed afterwards and is closed if it is owned. Raises InputError for dimensions that the kernels do not
-    take, DeviceError when the card has too little memory: what is needed and what is free, before anything is copied.
+    The file is not needed afterwards and is closed if it is owned. Raises like ``open_on_card``.
     """
-    check_supported(pack.dims, pack.group_size)
-    index = int(device.partition(":")[2] or 0)
-    if index >= cupy.cuda.runtime.getDeviceCount():
-        raise DeviceError(f"there is no device {device}: {cupy.cuda.runtime.getDeviceCount()} NVIDIA GPU(s), counted from cuda:0")
-    with cupy.cuda.Device(index):
-        shape = LaunchShape(cupy.cuda.runtime.getDeviceProperties(index)["multiProcessorCount"])
-        limit = context_limit or pack.dims.max_position
-        if limit > pack.dims.max_position:
-            raise InputError(f"a context of {limit} tokens is more than the model's {pack.dims.max_position}; ask for that or less")
-        check_fits(pack.dims, pack.group_size, shape, limit, min(CHUNK, limit), cupy.cuda.runtime.memGetInfo()[0], device)
-        try:
-            weights = upload(pack, progress)
-            engine = HopperEngine(weights, name=name, cache=kernel_cache(), context_limit=context_limit)
-        except cupy.cuda.memory.OutOfMemoryError as e:
-            raise DeviceError(f"the card has too little memory for weights, workspace and the first KV pages: {e}") from None
+    engine = open_on_card(pack, name, context_limit, lambda shape: upload(pack, progress))
     if owns_pack:
         pack.close()
     return engine
+
+
+def open_on_card(pack: PackFile, name: str, context_limit: int | None, make_weights: Callable[[LaunchShape], DeviceModel]) -> HopperEngine:
+    """Check everything that can be known of ``pack``'s dimensions, then make the weights on the card and the engine on them.
+
+    Raises InputError for dimensions that the kernels do not take and for a context beyond the model's, DeviceError when the card has
+    too little memory: what is needed and what is free, before anything is made.
+    """
+    dims, group = pack.dims, pack.group_size
+    check_supported(dims, group)
+    limit = context_limit or dims.max_position
+    if limit > dims.max_position:
+        raise InputError(f"a context of {limit} tokens is more than the model's {dims.max_position}; ask for that or less")
+    shape = LaunchShape(cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["multiProcessorCount"])
+    check_fits(dims, group, shape, limit, min(CHUNK, limit), cupy.cuda.runtime.memGetInfo()[0], "cuda")
+    try:
+        weights = make_weights(shape)
+        # They were made on CuPy's current stream, which the engine's own, non-blocking one does not wait for.
+        cupy.cuda.runtime.deviceSynchronize()
+        return HopperEngine(weights, name=name, cache=kernel_cache(), context_limit=limit)
+    except cupy.cuda.memory.OutOfMemoryError as e:
+        raise DeviceError(f"the card has too little memory for weights, workspace and the first KV pages: {e}") from None
 
 
 def kernel_cache() -> Path | None:

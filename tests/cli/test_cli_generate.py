@@ -280,6 +280,12 @@ def test_a_reader_that_goes_away(endless):
     assert err.count(b"\n") == 1 and b"engine cpu" in err  # no traceback, no "Exception ignored"
 
 
+def test_the_hopper_engines_name_what_chooses_the_card(run, endless):
+    line = run("generate", endless, "--prompt", "1", "--engine", "graph", "--device", "cuda:1").error_line()
+    assert "first visible card" in line and "CUDA_VISIBLE_DEVICES=1" in line
+    assert "does not run on the CPU" in run("generate", endless, "--prompt", "1", "--engine", "eager", "--device", "cpu").error_line()
+
+
 def test_a_smaller_context_can_be_asked_for_and_a_larger_one_is_refused(run, endless):
     done = run("generate", endless, "--prompt", "1", "--context", "16", "--max-tokens", "100", "--json")
     reply = json.loads(done.out)

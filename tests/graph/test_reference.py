@@ -25,20 +25,6 @@ HALF_CACHE_STEPS = 1e-3
 LENGTHS = [1, 15, 16, 17, 49]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """The matrices are tiny: more threads would only wait for each other, for minutes on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def digits(n):
-    """The token ids of D(n): one a digit."""
-    return [ord(digit) for digit in tiny.digits(n)]
-
-
 def weights_with_norms(sizes, seed):
     """Random weights with norm weights that are not all one, so that leaving one out shows."""
     tensors, rng = tiny.weights(sizes, seed=seed), np.random.default_rng(seed + 1000)
@@ -105,16 +91,16 @@ def worst(a, b):
 def test_logits_equal_transformers(folders, name):
     theirs, ours = oracle.qwen2(folders[name]), ReferenceModel.from_checkpoint(folders[name], poison=True)
     for n in LENGTHS:
-        ids = digits(n)
+        ids = tiny.digit_ids(n)
         want = oracle.qwen2_logits(theirs, ids)
         for chunks in ([n], [1], [7], [15, 1, 1, 30], [16]):
             assert worst(run(ours, ids, chunks), want) <= TOLERANCE, (n, chunks)
 
 
 def test_logits_of_fp16_weights(folders):
-    want, _ = oracle.fp64_logits(folders["gqa2-untied-64"], digits(17))
-    exact = run(ReferenceModel.from_checkpoint(folders["gqa2-untied-64"], "fp32"), digits(17))
-    rounded = run(ReferenceModel.from_checkpoint(folders["gqa2-untied-64"], "fp16"), digits(17))
+    want, _ = oracle.fp64_logits(folders["gqa2-untied-64"], tiny.digit_ids(17))
+    exact = run(ReferenceModel.from_checkpoint(folders["gqa2-untied-64"], "fp32"), tiny.digit_ids(17))
+    rounded = run(ReferenceModel.from_checkpoint(folders["gqa2-untied-64"], "fp16"), tiny.digit_ids(17))
     assert worst(exact, want) <= TOLERANCE  # the two oracles agree as well
     assert 0 < worst(rounded, exact) <= 1e-3  # BF16 numbers below 2**-14 lose bits in FP16
 
@@ -122,10 +108,10 @@ def test_logits_of_fp16_weights(folders):
 @pytest.mark.parametrize("name", ["gqa2-untied-64", "gqa7-untied-128"])
 def test_rewinding_is_the_same_as_never_having_gone_on(folders, name):
     theirs, ours = oracle.qwen2(folders[name]), ReferenceModel.from_checkpoint(folders[name], poison=True)
-    run(ours, digits(70))
+    run(ours, tiny.digit_ids(70))
     for keep in (0, 1, 15, 16, 17, 33, 49):
-        ids = digits(70)[:keep] + digits(90)[70:]
-        run(ours, digits(70))
+        ids = tiny.digit_ids(70)[:keep] + tiny.digit_ids(90)[70:]
+        run(ours, tiny.digit_ids(70))
         got = ours.forward(torch.tensor(ids[keep:]), keep).numpy()
         assert ours.position == len(ids)
         assert worst(got, oracle.qwen2_logits(theirs, ids)[keep:]) <= TOLERANCE
@@ -133,17 +119,17 @@ def test_rewinding_is_the_same_as_never_having_gone_on(folders, name):
 
 def test_two_models_side_by_side_do_not_touch(folders):
     names = ["gqa2-untied-64", "gqa7-untied-128"]
-    alone = [run(ReferenceModel.from_checkpoint(folders[name]), digits(40), [1]) for name in names]
+    alone = [run(ReferenceModel.from_checkpoint(folders[name]), tiny.digit_ids(40), [1]) for name in names]
     both = [ReferenceModel.from_checkpoint(folders[name]) for name in names]
-    turns = [[m.forward(torch.tensor([token]), i).numpy() for m in both] for i, token in enumerate(digits(40))]
+    turns = [[m.forward(torch.tensor([token]), i).numpy() for m in both] for i, token in enumerate(tiny.digit_ids(40))]
     for k in (0, 1):
         assert np.array_equal(np.concatenate([turn[k] for turn in turns]), alone[k])
 
 
 def test_last_only_is_the_last_row(folders):
     model = ReferenceModel.from_checkpoint(folders["gqa2-untied-64"])
-    whole = run(model, digits(20))
-    last = model.forward(torch.tensor(digits(20)), 0, last_only=True).numpy()
+    whole = run(model, tiny.digit_ids(20))
+    last = model.forward(torch.tensor(tiny.digit_ids(20)), 0, last_only=True).numpy()
     assert last.shape == (1, 512) and worst(last, whole[-1:]) <= TOLERANCE
 
 
@@ -151,9 +137,9 @@ def test_sliding_window_keys_that_are_off_change_nothing(tmp_path):
     off = dict(use_sliding_window=False, sliding_window=64, max_window_layers=1)
     absent = dict.fromkeys(off, tiny.ABSENT)
     models = [ReferenceModel.from_checkpoint(tiny.make(tmp_path / f"{i}", config=tiny.config(**keys))) for i, keys in enumerate((off, absent))]
-    a, b = (run(m, digits(200)) for m in models)
+    a, b = (run(m, tiny.digit_ids(200)) for m in models)
     assert np.array_equal(a, b)
-    assert worst(a, oracle.qwen2_logits(oracle.qwen2(tmp_path / "0"), digits(200))) <= TOLERANCE
+    assert worst(a, oracle.qwen2_logits(oracle.qwen2(tmp_path / "0"), tiny.digit_ids(200))) <= TOLERANCE
 
 
 # ------------------------------------------------------------------------------------------------------------- pack files
@@ -161,16 +147,16 @@ def test_sliding_window_keys_that_are_off_change_nothing(tmp_path):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_pack_file_computes_what_the_int4_simulation_computes(folders, packs, name, monkeypatch):
-    simulated = run(ReferenceModel.from_checkpoint(folders[name], "int4"), digits(49))
+    simulated = run(ReferenceModel.from_checkpoint(folders[name], "int4"), tiny.digit_ids(49))
     with open_pack(packs[name]) as file:
-        resident = run(ReferenceModel.from_pack(file, kv_dtype=torch.float32, weights="resident"), digits(49))
+        resident = run(ReferenceModel.from_pack(file, kv_dtype=torch.float32, weights="resident"), tiny.digit_ids(49))
         monkeypatch.setattr("nanoqwen.weights.BLOCK_WEIGHTS", 1 << 14)  # many blocks even here
-        streamed = run(ReferenceModel.from_pack(file, kv_dtype=torch.float32, weights="streamed"), digits(49))
+        streamed = run(ReferenceModel.from_pack(file, kv_dtype=torch.float32, weights="streamed"), tiny.digit_ids(49))
     assert np.array_equal(resident.view(np.uint32), simulated.view(np.uint32))
     assert worst(streamed, resident) <= TOLERANCE
-    assert worst(resident, oracle.qwen2_logits(oracle.qwen2(folders[name], int4=True), digits(49))) <= TOLERANCE
+    assert worst(resident, oracle.qwen2_logits(oracle.qwen2(folders[name], int4=True), tiny.digit_ids(49))) <= TOLERANCE
     # INT4 is another model than FP32, or the simulation simulates nothing.
-    assert worst(resident, run(ReferenceModel.from_checkpoint(folders[name]), digits(49))) > 1e-2
+    assert worst(resident, run(ReferenceModel.from_checkpoint(folders[name]), tiny.digit_ids(49))) > 1e-2
 
 
 def test_the_memory_policy_says_what_it_chose(packs, monkeypatch):
@@ -179,7 +165,7 @@ def test_the_memory_policy_says_what_it_chose(packs, monkeypatch):
         monkeypatch.setattr("nanoqwen.weights.available_memory", lambda device: 8_000_000)
         chosen = ReferenceModel.from_pack(file)
         assert chosen.weights.description == "INT4 weights, dequantised at each use (as FP32 they need 5 MB, half of the free memory is 4 MB)"
-        assert worst(run(chosen, digits(20)), run(ReferenceModel.from_pack(file, weights="resident"), digits(20))) <= 1e-3
+        assert worst(run(chosen, tiny.digit_ids(20)), run(ReferenceModel.from_pack(file, weights="resident"), tiny.digit_ids(20))) <= 1e-3
         with pytest.raises(InputError, match="auto, resident, streamed"):
             ReferenceModel.from_pack(file, weights="fast")
 
@@ -218,30 +204,30 @@ def plain(tmp_path_factory):
 def test_greedy_text_at_page_and_chunk_edges(plain, n):
     file, theirs = plain
     model = ReferenceModel.from_pack(file, poison=True)  # FP16 cache, as the engine has it
-    ids = greedy_ids(model, digits(n), 40)
-    assert oracle.same_greedy_ids(theirs, digits(n), ids)
+    ids = greedy_ids(model, tiny.digit_ids(n), 40)
+    assert oracle.same_greedy_ids(theirs, tiny.digit_ids(n), ids)
     # One token at a time from the start: the same ids, and logits within the tolerance of the FP16 cache.
-    one_go = run(model, digits(n))[-1:]
-    stepped = [model.forward(torch.tensor([token]), i, last_only=True) for i, token in enumerate(digits(n))]
+    one_go = run(model, tiny.digit_ids(n))[-1:]
+    stepped = [model.forward(torch.tensor([token]), i, last_only=True) for i, token in enumerate(tiny.digit_ids(n))]
     assert worst(stepped[-1].numpy(), one_go) <= HALF_CACHE_STEPS
-    assert worst(one_go, oracle.qwen2_logits(theirs, digits(n), last=1)) <= HALF_CACHE
+    assert worst(one_go, oracle.qwen2_logits(theirs, tiny.digit_ids(n), last=1)) <= HALF_CACHE
 
 
 @pytest.mark.parametrize("n", [4095, 4096])
 def test_greedy_text_at_the_4096_boundary(plain, n):
     file, theirs = plain
     model = ReferenceModel.from_pack(file, poison=True)
-    assert oracle.same_greedy_ids(theirs, digits(n), greedy_ids(model, digits(n), 20))
+    assert oracle.same_greedy_ids(theirs, tiny.digit_ids(n), greedy_ids(model, tiny.digit_ids(n), 20))
 
 
 def test_a_second_request_finds_nothing_of_the_first(plain):
     file, _ = plain
     used, fresh = (ReferenceModel.from_pack(file, poison=True) for _ in range(2))
-    greedy_ids(used, digits(600), 20)
+    greedy_ids(used, tiny.digit_ids(600), 20)
     used.truncate(0)
-    a, b = (run(m, digits(77)[-5:]) for m in (used, fresh))
+    a, b = (run(m, tiny.digit_ids(77)[-5:]) for m in (used, fresh))
     assert np.array_equal(a, b)
-    assert greedy_ids(used, digits(77)[-5:], 40) == greedy_ids(fresh, digits(77)[-5:], 40)
+    assert greedy_ids(used, tiny.digit_ids(77)[-5:], 40) == greedy_ids(fresh, tiny.digit_ids(77)[-5:], 40)
 
 
 # ---------------------------------------------------------------------------------------------------------------- extremes
@@ -256,14 +242,14 @@ def test_hidden_values_beyond_fp16(tmp_path):
     tensors["model.layers.0.mlp.down_proj.weight"].values[5] *= 2000
     tensors["model.layers.0.post_attention_layernorm.weight"].values[...] *= 50
     pack(tiny.make(tmp_path / "S", tensors=tensors), tmp_path / "S.nanoqwen")
-    want, largest = oracle.fp64_logits(tmp_path / "S", digits(49), packed=True)
+    want, largest = oracle.fp64_logits(tmp_path / "S", tiny.digit_ids(49), packed=True)
     assert largest > 1e6
     with open_pack(tmp_path / "S.nanoqwen") as file:
-        assert worst(run(ReferenceModel.from_pack(file, kv_dtype=torch.float32), digits(49)), want) <= TOLERANCE
+        assert worst(run(ReferenceModel.from_pack(file, kv_dtype=torch.float32), tiny.digit_ids(49)), want) <= TOLERANCE
         engine_like = ReferenceModel.from_pack(file)
-        assert worst(run(engine_like, digits(49)), want) <= HALF_CACHE
-        ids = greedy_ids(engine_like, digits(49), 30)
-        assert oracle.same_greedy_ids(oracle.qwen2(tmp_path / "S", int4=True), digits(49), ids)
+        assert worst(run(engine_like, tiny.digit_ids(49)), want) <= HALF_CACHE
+        ids = greedy_ids(engine_like, tiny.digit_ids(49), 30)
+        assert oracle.same_greedy_ids(oracle.qwen2(tmp_path / "S", int4=True), tiny.digit_ids(49), ids)
 
 
 def test_nan_at_run_time_names_the_layer(tmp_path):
@@ -274,7 +260,7 @@ def test_nan_at_run_time_names_the_layer(tmp_path):
     model = ReferenceModel.from_checkpoint(tiny.make(tmp_path / "S", sizes, tensors=tensors), poison=True)
     for position in (0, 0):  # the second time finds the model as it was
         with pytest.raises(NonFiniteError, match="after layer 1 of 3") as caught:
-            model.forward(torch.tensor(digits(17)), position)
+            model.forward(torch.tensor(tiny.digit_ids(17)), position)
         assert caught.value.layer == 1
         assert (model.position, model.kv.allocator.used_pages) == (0, 0)
 
@@ -284,17 +270,17 @@ def test_logits_that_overflow_are_told_from_layers(tmp_path):
     tensors["model.norm.weight"].values[...] = 3e38
     model = ReferenceModel.from_checkpoint(tiny.make(tmp_path / "S", tensors=tensors))
     with pytest.raises(NonFiniteError, match="final norm or lm_head") as caught:
-        model.forward(torch.tensor(digits(3)), 0)
+        model.forward(torch.tensor(tiny.digit_ids(3)), 0)
     assert caught.value.layer is None
 
 
 def test_a_context_that_overflows_is_refused_before_anything_changes(folders):
     model = ReferenceModel.from_checkpoint(folders["gqa2-untied-128-three-layers"], context_limit=50)
-    before = run(model, digits(49))[-1]
+    before = run(model, tiny.digit_ids(49))[-1]
     with pytest.raises(ContextError, match="51 tokens do not fit a context of 50"):
-        model.forward(torch.tensor(digits(2)), 49)
+        model.forward(torch.tensor(tiny.digit_ids(2)), 49)
     assert model.position == 49
-    assert worst(model.forward(torch.tensor(digits(49)[-1:]), 48).numpy()[0], before) <= TOLERANCE
+    assert worst(model.forward(torch.tensor(tiny.digit_ids(49)[-1:]), 48).numpy()[0], before) <= TOLERANCE
     with pytest.raises(InputError, match="97 tokens is more than the model's 96"):
         ReferenceModel.from_checkpoint(folders["gqa2-untied-128-three-layers"], context_limit=97)
 

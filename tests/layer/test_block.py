@@ -17,15 +17,6 @@ from nanoqwen.weights import DenseLinear, HalfLinear, Int4Linear, LayerWeights, 
 SHAPES = [(4, 4, 64, 1e4), (4, 2, 64, 1e6), (2, 1, 128, 1e6), (7, 1, 128, 1e6), (7, 1, 64, 1e4)]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """The matrices are tiny: more threads would only wait for each other, for minutes on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def random(*shape, std=1.0, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * std
 

@@ -27,19 +27,6 @@ TWO_ENGINES = 1e-2
 HERE = {name: available for name, available, _ in available_engines()}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """The matrices are tiny: more threads would only wait for each other, for minutes on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def digits(n):
-    return [ord(digit) for digit in tiny.digits(n)]
-
-
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory):
     """Path of the plain fixture, packed: context 8192."""
@@ -96,7 +83,7 @@ def test_an_engine_says_what_it_is(opened, name):
 
 def test_logits_are_float32_of_the_whole_vocabulary_and_stay_what_they_were(opened):
     engine = opened()
-    first = engine.prefill(digits(5))
+    first = engine.prefill(tiny.digit_ids(5))
     kept = first.copy()
     second = engine.decode(65)
     assert isinstance(first, np.ndarray)
@@ -129,7 +116,7 @@ def test_an_engine_knows_the_ids_it_holds(opened):
 
 @pytest.mark.parametrize("n", [1, 2, 15, 16, 17, 49, 511, 512, 513, 1030])
 def test_one_go_and_chunks_and_single_tokens_agree(opened, n):
-    engine, ids = opened(), digits(n)
+    engine, ids = opened(), tiny.digit_ids(n)
     whole = engine.prefill(ids)
     assert engine.position == n
     for cut in {c for c in (1, 16, n // 2, n - 1) if 0 < c < n}:
@@ -148,7 +135,7 @@ def test_repeated_runs_are_equal_bit_for_bit(opened):
     runs = []
     for _ in range(3):
         engine.reset()
-        runs.append([engine.prefill(digits(49)), *(engine.decode(token) for token in digits(20))])
+        runs.append([engine.prefill(tiny.digit_ids(49)), *(engine.decode(token) for token in tiny.digit_ids(20))])
     for run in runs[1:]:
         assert all(np.array_equal(a, b) for a, b in zip(runs[0], run))
 
@@ -156,31 +143,31 @@ def test_repeated_runs_are_equal_bit_for_bit(opened):
 @pytest.mark.parametrize("keep", [0, 1, 15, 16, 17, 31, 32, 48, 49])
 def test_rewind_keeps_a_prefix(opened, keep):
     engine = opened()
-    engine.prefill(digits(49))
+    engine.prefill(tiny.digit_ids(49))
     engine.rewind(keep)
     assert engine.position == keep
-    ids = digits(49)[:keep] + digits(90)[60:]
+    ids = tiny.digit_ids(49)[:keep] + tiny.digit_ids(90)[60:]
     got = engine.prefill(ids[keep:])
     assert engine.position == len(ids)
     near(got, opened().prefill(ids))
 
 
 def test_a_short_request_after_a_long_one(opened):
-    used, fresh, short = opened(), opened(), digits(77)[-5:]
-    used.prefill(digits(600))
+    used, fresh, short = opened(), opened(), tiny.digit_ids(77)[-5:]
+    used.prefill(tiny.digit_ids(600))
     used.decode(65)
     used.reset()
     assert used.position == 0
     assert np.array_equal(used.prefill(short), fresh.prefill(short))
-    for token in digits(20):
+    for token in tiny.digit_ids(20):
         assert np.array_equal(used.decode(token), fresh.decode(token))
 
 
 def test_two_engines_side_by_side(opened):
     a, b = opened(), opened()
-    alone = [a.decode(token) for token in digits(40)]
+    alone = [a.decode(token) for token in tiny.digit_ids(40)]
     a.reset()
-    for i, token in enumerate(digits(40)):
+    for i, token in enumerate(tiny.digit_ids(40)):
         assert np.array_equal(a.decode(token), alone[i])
         b.decode(token + 1)
 
@@ -188,8 +175,8 @@ def test_two_engines_side_by_side(opened):
 def test_every_engine_agrees_with_the_cpu(opened, packed):
     engine = opened()
     with open_engine(packed, "cpu") as cpu:
-        near(engine.prefill(digits(49)), cpu.prefill(digits(49)), TWO_ENGINES)
-        for token in digits(40):
+        near(engine.prefill(tiny.digit_ids(49)), cpu.prefill(tiny.digit_ids(49)), TWO_ENGINES)
+        for token in tiny.digit_ids(40):
             near(engine.decode(token), cpu.decode(token), TWO_ENGINES)
 
 
@@ -199,19 +186,19 @@ def test_every_engine_agrees_with_the_cpu(opened, packed):
 def test_a_prompt_longer_than_the_context_is_refused_and_the_engine_goes_on(opened):
     engine, fresh = opened(), opened()
     with pytest.raises(ContextError, match=r"a prompt of 8193 tokens is longer than the context of 8192 tokens; shorten it by 1 or more"):
-        engine.prefill(digits(8193))
+        engine.prefill(tiny.digit_ids(8193))
     assert engine.position == 0
-    engine.prefill(digits(40))
+    engine.prefill(tiny.digit_ids(40))
     with pytest.raises(ContextError, match=r"8153 tokens after the 40 tokens already held .* 8192"):
-        engine.prefill(digits(8153))
+        engine.prefill(tiny.digit_ids(8153))
     assert engine.position == 40
-    fresh.prefill(digits(40))
+    fresh.prefill(tiny.digit_ids(40))
     assert np.array_equal(engine.decode(65), fresh.decode(65))
 
 
 def test_the_last_position_can_be_used_and_no_more(opened):
     engine = opened(context_limit=48)
-    engine.prefill(digits(47))
+    engine.prefill(tiny.digit_ids(47))
     last = engine.decode(65)
     assert engine.position == engine.context_limit == 48
     with pytest.raises(ContextError, match="the context of 48 tokens is full"):
@@ -220,7 +207,7 @@ def test_the_last_position_can_be_used_and_no_more(opened):
     engine.rewind(47)
     assert np.array_equal(engine.decode(65), last)
     engine.reset()
-    engine.prefill(digits(48))
+    engine.prefill(tiny.digit_ids(48))
 
 
 @pytest.mark.parametrize("bad", [-1, 512, 10**9])
@@ -248,7 +235,7 @@ def test_nothing_to_prefill_and_nowhere_to_rewind(opened):
 
 def test_a_closed_engine_says_so(opened, name):
     engine = opened()
-    engine.prefill(digits(3))
+    engine.prefill(tiny.digit_ids(3))
     engine.close()
     engine.close()
     for use in (lambda: engine.prefill([1]), lambda: engine.decode(1), engine.reset, lambda: engine.rewind(0)):
@@ -286,7 +273,7 @@ def test_a_prefill_that_is_interrupted_leaves_the_engine_as_it_was(packed, monke
     from nanoqwen import reference
 
     with open_engine(packed, poison=True) as engine:
-        engine.prefill(digits(20))
+        engine.prefill(tiny.digit_ids(20))
         block, calls = reference.block, []
 
         def ctrl_c(*arguments):
@@ -297,12 +284,12 @@ def test_a_prefill_that_is_interrupted_leaves_the_engine_as_it_was(packed, monke
 
         monkeypatch.setattr(reference, "block", ctrl_c)
         with pytest.raises(KeyboardInterrupt):
-            engine.prefill(digits(n))
+            engine.prefill(tiny.digit_ids(n))
         monkeypatch.undo()
         assert engine.position == 20
         assert engine._model.kv.allocator.used_pages == 2
         with open_engine(packed) as fresh:
-            fresh.prefill(digits(20))
+            fresh.prefill(tiny.digit_ids(20))
             assert np.array_equal(engine.decode(65), fresh.decode(65))
 
 
