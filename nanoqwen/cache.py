@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from nanoqwen.errors import InputError
@@ -35,6 +35,19 @@ def cache_folder(environ: Mapping[str, str], notes: list[str]) -> Path:
     if len(folders) == 1:
         raise InputError(f"{CACHE_VARIABLE}: {problems[0]}; set it to a folder that can be written")
     raise InputError(f"no folder to cache in: {'; '.join(problems)}; set {CACHE_VARIABLE} to one that can")
+
+
+def use_for_cupy(environ: MutableMapping[str, str]) -> None:
+    """Let CuPy keep what it compiles below our cache folder, unless CUPY_CACHE_DIR names another one.
+
+    To be called before CuPy is imported: it makes its own folder then, in the home directory, and where that cannot be written
+    even the import fails.
+    """
+    if not environ.get("CUPY_CACHE_DIR"):
+        try:
+            environ["CUPY_CACHE_DIR"] = str(cache_folder(environ, []) / "cupy")
+        except InputError:  # no folder at all: CuPy will say so
+            pass
 
 
 def candidates(environ: Mapping[str, str]) -> list[Path]:

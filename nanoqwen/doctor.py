@@ -35,6 +35,8 @@ KERNEL_CAPABILITY = (9, 0)
 SMALLEST_DRIVER = {11: "450", 12: "525", 13: "580"}
 #: CUDA major versions that pyproject.toml offers an extra for: nanoqwen[cuda12], nanoqwen[cuda13].
 CUDA_EXTRAS = (12, 13)
+#: Oldest CUDA that the driver must speak for the CUDA engines (12040 = 12.4, driver 550), whichever the wheels are: nanoqwen/cuda/launch.py.
+OLDEST_DRIVER_CUDA, OLDEST_DRIVER = 12040, "550"
 PYTHON_NEEDED = ((3, 10), (3, 14))  # first supported, first not supported; pyproject.toml says the same
 
 REQUIRED = {
@@ -95,6 +97,16 @@ def demo_state() -> tuple[bool, str]:
     return True, f"packed as {packed}" if packed else "here, not packed yet; `nanoqwen run` does it in a few seconds"
 
 
+def engines_here() -> list[tuple[str, bool, str]]:
+    """(name, whether it can be opened here, where it runs or why it cannot) of every engine; empty when they cannot be asked."""
+    try:
+        from nanoqwen.engines import available_engines
+
+        return available_engines()
+    except Exception:  # a package is missing or broken: said among the packages
+        return []
+
+
 @dataclass(frozen=True)
 class Probes:
     """How the doctor looks at the machine. Replace any field to pretend another one."""
@@ -111,6 +123,7 @@ class Probes:
     temp_folder: Callable[[], str] = tempfile.gettempdir
     environ: Callable[[], dict[str, str]] = lambda: dict(os.environ)
     demo: Callable[[], tuple[bool, str]] = demo_state
+    engines: Callable[[], list[tuple[str, bool, str]]] = engines_here
     encoding: Callable[[], str] = lambda: getattr(sys.stdout, "encoding", None) or "unknown"
 
 
@@ -119,27 +132,38 @@ class Probes:
 
 @dataclass(frozen=True)
 class Report:
+    """All findings, and the engines that can be opened here, the default one last."""
+
     findings: list[Finding]
+    engines: list[str]
 
     @property
     def cpu_works(self) -> bool:
         return not any(f.blocks_cpu and f.status == PROBLEM for f in self.findings)
 
+    @property
+    def default_engine(self) -> str | None:
+        """What runs when neither an engine nor a device is named: the fastest that is correct."""
+        return self.engines[-1] if self.cpu_works and self.engines else None
+
     def as_dict(self) -> dict:
-        return {"cpu_works": self.cpu_works, "findings": [asdict(f) for f in self.findings]}
+        return {
+            "cpu_works": self.cpu_works, "engines": self.engines, "default_engine": self.default_engine, "findings": [asdict(f) for f in self.findings],
+        }  # fmt: skip
 
 
 def diagnose(probes: Probes = Probes()) -> Report:
     """Look at everything and return the findings, machine first, then packages, GPU, folders."""
     packages = probes.packages()
     driver, gpus = probes.driver(), probes.gpus()
+    engines = probes.engines()
     findings = [*_python(probes), *_packages(packages), *_torch(probes.torch(), driver, gpus)]
     findings += [*_driver(driver, gpus), *_gpus(gpus)]
     if driver or gpus:
-        findings += [*_cupy(packages, driver), *_headers(probes.headers(), packages, driver)]
-        findings += _kernel_cache(probes)
+        findings += [*_cupy(packages, driver), *_bindings(packages, driver), *_headers(probes.headers(), packages, driver)]
+        findings += [*_hopper(engines, gpus), *_kernel_cache(probes), *_cupy_cache(probes)]
     findings += [*_cache(probes), *_temp(probes, bool(gpus)), *_demo(probes), *_encoding(probes)]
-    return Report(findings)
+    return Report(findings, [name for name, works, _ in engines if works])
 
 
 def _python(probes: Probes) -> Iterator[Finding]:
@@ -196,7 +220,9 @@ def _driver(driver: Driver | None, gpus: list[Gpu]) -> Iterator[Finding]:
                       "in a container, start it with the NVIDIA runtime (--gpus all)")
     else:
         shown = f"{driver.version or 'version unknown'}, speaks CUDA up to {_cuda(driver.cuda)}"
-        if gpus:
+        if gpus and CUDA_EXTRAS[0] * 1000 <= driver.cuda < OLDEST_DRIVER_CUDA:
+            yield Finding("NVIDIA driver", PROBLEM, f"{shown}, the CUDA engines need {_cuda(OLDEST_DRIVER_CUDA)}", f"update the driver to {OLDEST_DRIVER} or newer")
+        elif gpus:
             yield Finding("NVIDIA driver", OK, shown)
         else:
             yield Finding("NVIDIA driver", WARN, f"{shown}, but shows no GPU", "check CUDA_VISIBLE_DEVICES and nvidia-smi")
@@ -233,6 +259,17 @@ def missing_extra(probes: Probes = Probes()) -> str:
     return fitting_extra(driver)
 
 
+def cuda_trouble(probes: Probes = Probes()) -> str | None:
+    """What keeps CUDA from working, and the remedy, in one line, as far as driver and packages tell; else None."""
+    packages, driver = probes.packages(), probes.driver()
+    if driver is None:
+        return "there is no NVIDIA driver on this machine"
+    if not cupy_wheels(packages):
+        return None
+    wrong = [f for f in (*_driver(driver, probes.gpus()), *_cupy(packages, driver), *_bindings(packages, driver)) if f.status == PROBLEM]
+    return f"{wrong[0].name}: {wrong[0].detail}; {wrong[0].remedy}" if wrong else None
+
+
 def _cupy(packages: dict[str, str], driver: Driver | None) -> Iterator[Finding]:
     """CuPy's wheels are named after the CUDA major version they are built for: it must be one the driver speaks."""
     wheels = cupy_wheels(packages)
@@ -263,25 +300,54 @@ def _cupy(packages: dict[str, str], driver: Driver | None) -> Iterator[Finding]:
         yield Finding("CuPy", OK, f"{shown}, the driver speaks CUDA {_cuda(speaks)}")
 
 
+def _bindings(packages: dict[str, str], driver: Driver | None) -> Iterator[Finding]:
+    """The engines reach NVRTC and the driver through cuda-bindings, whose major version must be CuPy's."""
+    install = f"pip install 'nanoqwen[{fitting_extra(driver)}]'"
+    version = packages.get("cuda-bindings")
+    if version is None:
+        yield Finding("cuda-bindings", WARN, "not installed, the CUDA engines need it", install)
+        return
+    wheels = [match for name in cupy_wheels(packages) if (match := re.match(r"cupy-cuda(\d{2})", name))]
+    if len(wheels) == 1 and wheels[0].group(1) != version.partition(".")[0]:
+        yield Finding("cuda-bindings", PROBLEM, f"{version} beside {wheels[0].string} {packages[wheels[0].string]}: two CUDA versions in one process", install)
+    else:
+        yield Finding("cuda-bindings", OK, version)
+
+
 def _headers(folder: str | None, packages: dict[str, str], driver: Driver | None) -> Iterator[Finding]:
+    """Our kernels include no CUDA header. CuPy's own small ones, which copy and re-tile while a model is loaded, do."""
     if folder:
         yield Finding("CUDA headers", OK, folder)
-        return
-    old = any(name.startswith("cupy-cuda12") for name in packages) or not (driver and driver.cuda and driver.cuda >= 13000)
-    wheel = "nvidia-cuda-runtime-cu12" if old else "nvidia-cuda-runtime"
-    yield Finding("CUDA headers", WARN, "cuda_fp16.h and vector_types.h not found: kernels cannot be compiled at run time",
-                  f"pip install {wheel} (or set CUDA_PATH to a toolkit)")
+    elif cupy_wheels(packages):
+        old = any(name.startswith("cupy-cuda12") for name in packages) or not (driver and driver.cuda and driver.cuda >= 13000)
+        wheel = "nvidia-cuda-runtime-cu12" if old else "nvidia-cuda-runtime"
+        yield Finding("CUDA headers", WARN, "not found in the usual places; our kernels need none, CuPy's own do",
+                      f"pip install {wheel} if CuPy cannot compile (the extra cuda{12 if old else 13} brings it)")
+
+
+def _hopper(engines: list[tuple[str, bool, str]], gpus: list[Gpu]) -> Iterator[Finding]:
+    """What the engines themselves say, last: by now everything that can be missing has a finding of its own."""
+    for name, works, why in engines:
+        if name == "graph" and any(gpu.capability == KERNEL_CAPABILITY for gpu in gpus):
+            yield Finding("CUDA engines", OK if works else WARN, why, "" if works else "mend what is named above; until then the CPU engine runs")
 
 
 def _kernel_cache(probes: Probes) -> Iterator[Finding]:
-    environ = probes.environ()
-    home = environ.get("HOME") or os.path.expanduser("~")
-    folder = Path(environ.get("CUPY_CACHE_DIR") or os.path.join(home, ".cupy", "kernel_cache"))
-    problem = probes.folder_problem(folder)
+    """Where nanoqwen/engines/hopper.py keeps compiled kernels: a folder below the one of packed models."""
+    folder, problem, _ = probes.cache()
     if problem:
-        yield Finding("Kernel cache", WARN, f"{folder} cannot be written ({problem})", "set CUPY_CACHE_DIR to a folder that can")
+        yield Finding("Kernel cache", WARN, "none, so each start compiles every kernel again", "set NANOQWEN_CACHE to a folder that can be written")
     else:
-        yield Finding("Kernel cache", OK, str(folder))
+        yield Finding("Kernel cache", OK, str(Path(folder) / "kernels"))
+
+
+def _cupy_cache(probes: Probes) -> Iterator[Finding]:
+    """CuPy's own compiled kernels: beside ours (nanoqwen/cache.py), or where CUPY_CACHE_DIR says, and then it must be writable."""
+    chosen, (folder, problem, _) = probes.environ().get("CUPY_CACHE_DIR"), probes.cache()
+    if chosen and (reason := probes.folder_problem(Path(chosen))):
+        yield Finding("CuPy's cache", WARN, f"{chosen} cannot be written ({reason})", "set CUPY_CACHE_DIR to a folder that can, or unset it")
+    elif chosen or not problem:
+        yield Finding("CuPy's cache", OK, chosen or str(Path(folder) / "cupy"))
 
 
 def _cache(probes: Probes) -> Iterator[Finding]:

@@ -112,9 +112,11 @@ def nvidia_gpus() -> list[Gpu]:
 def cuda_header_folder() -> str | None:
     """The folder that holds `cuda_fp16.h` and `vector_types.h` for run-time compilation, or None.
 
-    Looked for in CUDA_PATH and CUDA_HOME, in the usual toolkit folder, and in the header wheels of pip.
+    Looked for in CUDA_PATH and CUDA_HOME, in a conda environment, in the usual toolkit folder, and in the header wheels of pip.
     """
     candidates = [Path(os.environ[v]) / "include" for v in ("CUDA_PATH", "CUDA_HOME") if os.environ.get(v)]
+    if os.environ.get("CONDA_PREFIX"):
+        candidates += sorted(Path(os.environ["CONDA_PREFIX"]).glob("targets/*/include"))
     candidates.append(Path("/usr/local/cuda/include"))
     for entry in sys.path:
         wheels = Path(entry or ".") / "nvidia"

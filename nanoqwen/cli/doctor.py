@@ -10,8 +10,8 @@ from nanoqwen.cli.console import EXIT_BAD_INPUT, EXIT_OK, columns, out, out_json
 
 def add_parser(add) -> None:
     parser = add("doctor", "check this machine: packages, driver, GPU, folders", run, description=(
-        "Look at Python, packages, NVIDIA driver, CuPy, CUDA headers, GPU and folders, and print what is missing with the one "
-        "line that mends it. Exit status 0 unless something keeps even the CPU engine from working."))
+        "Look at Python, packages, NVIDIA driver, CuPy, GPU and folders, print what is missing with the one line that mends it, and "
+        "say which engines work here. Exit status 0 unless something keeps even the CPU engine from working."))
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the list")
     parser.add_argument("--cupy-extra", action="store_true",
                         help="only print the extra to install for this machine's NVIDIA driver (cuda12, cuda13), nothing when there is none to")
@@ -35,11 +35,13 @@ def run(args: argparse.Namespace) -> int:
             out(line)
         if finding.remedy:
             out(" " * (width + 13) + f"-> {finding.remedy}")
-    problems = [f for f in report.findings if f.status == "problem"]
     if not report.cpu_works:
         out("Not usable yet: mend the problems above, the CPU engine needs them.")
-    elif problems:
-        out("The CPU engine works; the problems above concern the GPU or the folders named there.")
+        return EXIT_BAD_INPUT
+    if len(report.engines) > 1:
+        out(f"Engines that work here: {', '.join(report.engines)}. The default is {report.default_engine}.")
     else:
-        out("The CPU engine works.")
-    return EXIT_OK if report.cpu_works else EXIT_BAD_INPUT
+        out("The CPU engine works, and is the default.")
+    if any(f.status == "problem" for f in report.findings):
+        out("The problems above concern the GPU or the folders named there.")
+    return EXIT_OK

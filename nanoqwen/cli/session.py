@@ -37,9 +37,9 @@ def add_progress_option(parser: argparse.ArgumentParser) -> None:
 def add_engine_options(parser: argparse.ArgumentParser, *, context: bool = True) -> None:
     """`--engine`, `--device` and, for commands that generate, `--context`."""
     group = parser.add_argument_group("engine")
-    group.add_argument("--engine", metavar="NAME", help=f"{ENGINE_NAMES} (default: the one of the device)")
+    group.add_argument("--engine", metavar="NAME", help=f"{ENGINE_NAMES} (default: the one of the device; graph where neither is named and it runs)")
     group.add_argument("--device", metavar="DEVICE",
-                       help="cpu, cuda or cuda:N; never replaced by another (default: cuda where PyTorch sees a GPU, else cpu)")
+                       help="cpu, cuda or cuda:N; never replaced by another (default: cuda where an engine can use a GPU, else cpu)")
     if context:
         group.add_argument("--context", metavar="N", type=whole_number(1), default=None,
                            help="most tokens to hold, prompt and reply together (default: the model's context)")
@@ -77,6 +77,22 @@ def choose_device(engine: str | None, device: str | None) -> str | None:
 
     usable = {name for name, works, _ in available_engines() if works}
     return "cuda" if "reference" in usable else "cpu"
+
+
+def choose_engine(engine: str | None, device: str | None, pack: PackFile) -> tuple[str | None, str | None]:
+    """(engine, device) to open ``pack`` with: what was named; where nothing was, the fastest that is correct here, which is "graph" on a Hopper
+    GPU whose kernels take this model's dimensions, and what ``choose_device`` says elsewhere."""
+    if engine is None and device is None:
+        from nanoqwen.cuda.constants import check_supported
+        from nanoqwen.engines import hopper_problem
+
+        try:
+            check_supported(pack.dims, pack.group_size)
+            if hopper_problem() is None:
+                return "graph", None
+        except InputError:
+            pass
+    return engine, choose_device(engine, device)
 
 
 @contextmanager
@@ -131,9 +147,9 @@ def open_session(args: argparse.Namespace) -> Iterator[tuple[PackFile, Tokenizer
         tokenizer = Tokenizer.from_pack(pack)
         from nanoqwen.engines.synthetic import open_file_or_plan
 
-        device = choose_device(args.engine, args.device)
+        name, device = choose_engine(args.engine, args.device, pack)
         with Progress(None, "load", " layers") as progress, open_file_or_plan(
-            pack, args.engine, device, progress=progress, context_limit=args.context
+            pack, name, device, progress=progress, context_limit=args.context
         ) as engine:
             note(f"engine {engine.name} on {engine.device}; {engine.description}")
             yield pack, tokenizer, engine

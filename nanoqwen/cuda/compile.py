@@ -15,6 +15,8 @@ import hashlib
 import os
 import re
 import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +52,14 @@ def kernel_sources() -> list[str]:
     return sorted(str(p.relative_to(root)).replace(os.sep, "/") for room in ("setup", "decode", "prefill") for p in root.glob(f"{room}/*.cu"))
 
 
+def compile_all(constants: str, cache: Path | None = None, sources: Sequence[str] | None = None) -> list[Binary]:
+    """``compile_source`` of ``sources`` (every source of the runtime), a thread each as far as there are cores: NVRTC compiles
+    outside Python's lock. In the order of ``sources``, and so is the error that is raised where several fail."""
+    sources = kernel_sources() if sources is None else sources
+    with ThreadPoolExecutor(min(len(sources), os.cpu_count() or 1)) as threads:
+        return list(threads.map(lambda source: compile_source(source, constants, cache), sources))
+
+
 def compile_source(source: str, constants: str, cache: Path | None = None) -> Binary:
     """Compile ``kernels/<source>`` with ``constants`` as its ``constants.cuh``.
 
@@ -58,7 +68,7 @@ def compile_source(source: str, constants: str, cache: Path | None = None) -> Bi
     """
     root = data_path("kernels")
     text = (root / source).read_text(encoding="utf-8")
-    headers = {p.name: p.read_text(encoding="utf-8") for p in sorted((root / "common").glob("*.cuh"))} | {"constants.cuh": constants}
+    headers = {p.name: p.read_text(encoding="utf-8") for p in sorted([*(root / "common").glob("*.cuh"), *(root / source).parent.glob("*.cuh")])} | {"constants.cuh": constants}
     nvrtc = _nvrtc()
     key = hashlib.sha256()
     for part in (str(nvrtc.nvrtcVersion()[1:]), *OPTIONS, source, text, *(f"{n}\0{t}" for n, t in sorted(headers.items()))):
@@ -89,8 +99,13 @@ def _compile(nvrtc, source: str, text: str, headers: dict[str, str]) -> tuple[by
     status, program = nvrtc.nvrtcCreateProgram(
         text.encode("utf-8"), source.encode("utf-8"), len(headers), [t.encode("utf-8") for t in headers.values()], [n.encode("utf-8") for n in headers]
     )
-    (status,) = nvrtc.nvrtcCompileProgram(program, len(OPTIONS), [o.encode("ascii") for o in OPTIONS])
-    log = b" " * nvrtc.nvrtcGetProgramLogSize(program)[1]
+    # On a machine with a driver NVRTC keeps a cache of its own, and what comes from it comes without ptxas' report, which is
+    # where the kernels' names are read. Older releases have neither that cache nor the option.
+    for options in ((*OPTIONS, "--no-cache"), OPTIONS):
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode("ascii") for o in options])
+        if status != nvrtc.nvrtcResult.NVRTC_ERROR_INVALID_OPTION:
+            break
+    log = _buffer(nvrtc.nvrtcGetProgramLogSize(program)[1])
     nvrtc.nvrtcGetProgramLog(program, log)
     log_text = log.decode("utf-8", "replace").strip("\0 \n")
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
@@ -98,10 +113,16 @@ def _compile(nvrtc, source: str, text: str, headers: dict[str, str]) -> tuple[by
             file.write(log_text)
         first = next((line for line in log_text.splitlines() if "error" in line), status.name)
         raise DeviceError(f"kernels/{source} does not compile: {first.strip()}; the whole log is in {file.name}")
-    cubin = b" " * nvrtc.nvrtcGetCUBINSize(program)[1]
+    cubin = _buffer(nvrtc.nvrtcGetCUBINSize(program)[1])
     nvrtc.nvrtcGetCUBIN(program, cubin)
     nvrtc.nvrtcDestroyProgram(program)
     return cubin, log_text
+
+
+def _buffer(size: int) -> bytes:
+    """Bytes for NVRTC to write into. At least two: Python keeps one shared object for each bytes of length one, and a write to
+    that would change every other use of it in the process."""
+    return bytes(max(2, size))
 
 
 def parse_resources(log: str) -> dict[str, KernelUse]:

@@ -8,6 +8,7 @@ and a call that costs the host little enough for an honest eager engine.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ import cupy
 import numpy as np
 from cuda.bindings import driver
 
-from nanoqwen.cuda.compile import Binary, KernelUse, compile_source, kernel_sources
+from nanoqwen.cuda.compile import Binary, KernelUse, compile_all
 from nanoqwen.errors import DeviceError
 
 
@@ -28,12 +29,20 @@ def check(result: tuple) -> object:
     return values[0] if values else None
 
 
+def load_now(function: object) -> None:
+    """Have the driver load a function's code at once, not lazily inside a stream capture."""
+    try:
+        check(driver.cuFuncLoad(function))
+    except RuntimeError:  # how cuda.bindings says that the driver lacks a function; this one came with CUDA 12.4
+        raise DeviceError("the NVIDIA driver is older than CUDA 12.4, which the engines need; update it to 550 or newer, or use --engine cpu") from None
+
+
 class Kernels:
     """Every kernel of one model on one card: ``kernels["gemv_qkv"]`` is a driver function handle."""
 
     def __init__(self, constants: str, cache: Path | None, sources: Sequence[str] | None = None) -> None:
         cupy.cuda.runtime.free(0)  # creates CuPy's context, the one that the driver calls below then use
-        self.binaries: list[Binary] = [compile_source(s, constants, cache) for s in (sources or kernel_sources())]
+        self.binaries: list[Binary] = compile_all(constants, cache, sources)
         self.use: dict[str, KernelUse] = {}
         self._modules = []
         self._functions: dict[str, object] = {}
@@ -43,7 +52,7 @@ class Kernels:
             self._modules.append(module)
             for name, use in binary.kernels.items():
                 function = check(driver.cuModuleGetFunction(module, name.encode("ascii")))
-                check(driver.cuFuncLoad(function))  # now, not lazily inside a stream capture
+                load_now(function)
                 self._functions[name], self.use[name] = function, use
 
     def __getitem__(self, name: str) -> object:
@@ -55,6 +64,22 @@ class Kernels:
         check(driver.cuFuncSetAttribute(self._functions[name], attribute, nbytes))
 
 
+def launch_config(grid: tuple[int, ...], threads: int, shared: int, overlap: bool) -> driver.CUlaunchConfig:
+    """How a kernel is launched, as the driver wants to be told; ``overlap`` sets the programmatic attribute."""
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = shared
+    if overlap:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.attrs = [attribute]
+        config.numAttrs = 1
+    return config
+
+
+# [launch]
 class Launch:
     """One kernel with its grid and its arguments, ready to go.
 
@@ -70,17 +95,14 @@ class Launch:
         self._keep = [a for a in args if isinstance(a, cupy.ndarray)]  # the arrays must outlive the launch
         self._values = [ctypes.c_uint64(a.data.ptr) if isinstance(a, cupy.ndarray) else ctypes.c_uint64(0) if a is None else a for a in args]
         self._pointers = (ctypes.c_void_p * len(self._values))(*(ctypes.addressof(v) for v in self._values))
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
-        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-        config.sharedMemBytes = shared
-        if overlap:
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.value.programmaticStreamSerializationAllowed = 1
-            config.attrs = [attribute]
-            config.numAttrs = 1
-        self._config = config
+        self._shape = grid, threads, shared
+        self._config = launch_config(*self._shape, overlap)
+
+    def serial(self) -> Launch:
+        """The same launch without the programmatic attribute: it starts when the kernel before it has finished."""
+        other = copy.copy(self)
+        other._config = launch_config(*self._shape, False)
+        return other
 
     def __call__(self, stream: cupy.cuda.Stream) -> None:
         """Launch on ``stream``; returns at once."""
@@ -88,3 +110,4 @@ class Launch:
         status = driver.cuLaunchKernelEx(self._config, self._function, ctypes.addressof(self._pointers), 0)[0]
         if status != driver.CUresult.CUDA_SUCCESS:
             raise DeviceError(f"kernel {self.name} cannot be launched: {driver.cuGetErrorName(status)[1].decode()}")
+# [/launch]

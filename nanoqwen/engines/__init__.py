@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 
+from nanoqwen import cache
 from nanoqwen.engines.base import Engine
 from nanoqwen.errors import DeviceError, InputError
 from nanoqwen.packfile import PackFile, open_pack
@@ -103,20 +104,35 @@ def check_hopper_device(name: str, device: str | None) -> None:
 
 def hopper_problem() -> str | None:
     """Why the Hopper kernels cannot run here, in words, or None. Looks and never raises."""
+    cache.use_for_cupy(os.environ)
+    extras = "install the extra that matches the driver, nanoqwen[cuda12] or nanoqwen[cuda13]"
     try:
         import cupy
         from cuda.bindings import driver, nvrtc  # noqa: F401
-    except Exception as e:  # not installed, or a library of theirs that cannot be loaded
-        return f"CuPy or cuda-bindings is not installed ({type(e).__name__}); install the extra that matches the driver, nanoqwen[cuda12] or nanoqwen[cuda13]"
+        from cupy_backends.cuda.libs import cublas  # noqa: F401
+
+        nvrtc.nvrtcVersion()  # loads the library
+    except ModuleNotFoundError as e:
+        return _cuda_trouble() or f"{e.name or 'CuPy'} is not installed; {extras}"
+    except Exception as e:  # a library of theirs cannot be loaded, or a folder of theirs made
+        first = str(e).strip().partition("\n")[0]
+        return _cuda_trouble() or f"CuPy, NVRTC or cuBLAS cannot be loaded ({type(e).__name__}: {first}); {extras}"
     try:
         if cupy.cuda.runtime.getDeviceCount() == 0:
             return "no NVIDIA GPU is visible"
         properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
     except Exception as e:  # no driver, or one older than the runtime
-        return f"no NVIDIA GPU can be used ({e})"
+        return _cuda_trouble() or f"no NVIDIA GPU can be used ({e})"
     if (properties["major"], properties["minor"]) != (9, 0):
         return f"the kernels need compute capability 9.0, this is {properties['major']}.{properties['minor']} ({properties['name'].decode()})"
     return None
+
+
+def _cuda_trouble() -> str | None:
+    """What the doctor says is wrong with driver and packages: numbers and a remedy, where CUDA's own message has none."""
+    from nanoqwen.doctor import cuda_trouble
+
+    return cuda_trouble()
 
 
 def available_engines() -> list[tuple[str, bool, str]]:

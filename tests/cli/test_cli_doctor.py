@@ -19,7 +19,7 @@ def machine(**changes) -> Probes:
     seen = {
         "python": (3, 12, 1), "platform": "Linux-test", "packages": PACKAGES, "torch": TorchFacts("2.9", None, False), "driver": None, "gpus": [],
         "headers": None, "cache": ("/home/me/.cache/nanoqwen", "", []), "temp_folder": "/tmp", "environ": {"HOME": "/home/me"}, "demo": (True, "here"),
-        "encoding": "utf-8",
+        "encoding": "utf-8", "engines": [("cpu", True, "PyTorch"), ("reference", False, "no GPU"), ("graph", False, "no NVIDIA GPU is visible")],
     }
     probes = {name: (lambda value: lambda: value)(value) for name, value in {**seen, **changes}.items() if name != "folder_problem"}
     return Probes(**probes, folder_problem=changes.get("folder_problem", lambda folder: None))
@@ -28,9 +28,10 @@ def machine(**changes) -> Probes:
 def hopper(**changes) -> Probes:
     """A healthy H100 machine."""
     seen = {
-        "packages": {**PACKAGES, "cupy-cuda12x": "13.6"}, "driver": Driver("550.54", 12040), "gpus": [H100], "torch": TorchFacts("2.9", "12.6", True),
-        "headers": "/usr/local/cuda/include",
-    }
+        "packages": {**PACKAGES, "cupy-cuda12x": "13.6", "cuda-bindings": "12.9.1"}, "driver": Driver("550.54", 12040), "gpus": [H100],
+        "torch": TorchFacts("2.9", "12.6", True), "headers": "/usr/local/cuda/include",
+        "engines": [("cpu", True, ""), ("reference", True, ""), ("eager", True, ""), ("graph", True, "this Hopper GPU"), ("persistent", False, "later")],
+    }  # fmt: skip
     return machine(**{**seen, **changes})
 
 
@@ -91,20 +92,59 @@ def test_a_gpu_that_is_not_hopper(capability):  # H06
     assert "--device cpu" in found.remedy
 
 
-def test_missing_cuda_headers_name_the_wheel():  # H04
+def test_missing_cuda_headers_name_the_wheel_for_cupy():  # H04
     assert "nvidia-cuda-runtime-cu12" in finding(hopper(headers=None), "CUDA headers").remedy
     newer = hopper(headers=None, packages={**PACKAGES, "cupy-cuda13x": "14.0"}, driver=Driver("580.95", 13000))
     assert "nvidia-cuda-runtime " in finding(newer, "CUDA headers").remedy
+    assert "our kernels need none" in finding(newer, "CUDA headers").detail
+    assert not any(f.name == "CUDA headers" for f in diagnose(hopper(headers=None, packages=PACKAGES)).findings), "nothing here would use them"
+
+
+def test_cuda_bindings_of_another_major_than_cupy():  # H03
+    found = finding(hopper(packages={**PACKAGES, "cupy-cuda12x": "14.2", "cuda-bindings": "13.0.3"}), "cuda-bindings")
+    assert found.status == "problem" and "cupy-cuda12x 14.2" in found.detail and "nanoqwen[cuda12]" in found.remedy
+    assert finding(hopper(packages={**PACKAGES, "cupy-cuda12x": "14.2"}), "cuda-bindings").status == "warn"
+
+
+def test_a_driver_too_old_for_the_engines():  # H08
+    found = finding(hopper(driver=Driver("535.104", 12020)), "NVIDIA driver")
+    assert found.status == "problem" and "12.2" in found.detail and "12.4" in found.detail and "550" in found.remedy
+
+
+def test_what_the_engines_say_and_which_is_the_default():
+    report = diagnose(hopper())
+    assert (report.engines, report.default_engine) == (["cpu", "reference", "eager", "graph"], "graph")
+    assert (diagnose(machine()).engines, diagnose(machine()).default_engine) == (["cpu"], "cpu")
+    broken = hopper(engines=[("cpu", True, ""), ("graph", False, "no NVIDIA GPU can be used (out of memory)")])
+    found = finding(broken, "CUDA engines")
+    assert found.status == "warn" and "out of memory" in found.detail and diagnose(broken).default_engine == "cpu"
+    assert finding(hopper(), "CUDA engines").detail == "this Hopper GPU"
+    assert not any(f.name == "CUDA engines" for f in diagnose(hopper(gpus=[Gpu("NVIDIA A100", (8, 0), 1)])).findings)
 
 
 def test_folders_that_cannot_be_written():  # H11
-    kernels = finding(hopper(folder_problem=lambda folder: "Read-only file system"), "Kernel cache")
-    assert kernels.status == "warn" and "CUPY_CACHE_DIR" in kernels.remedy and "/home/me/.cupy" in kernels.detail
-    elsewhere = hopper(environ={"HOME": "/home/me", "CUPY_CACHE_DIR": "/scratch/k"}, folder_problem=lambda folder: None)
-    assert finding(elsewhere, "Kernel cache").detail == "/scratch/k"
+    chosen = {"HOME": "/home/me", "CUPY_CACHE_DIR": "/scratch/k"}
+    cupy = finding(hopper(environ=chosen, folder_problem=lambda folder: "Read-only file system"), "CuPy's cache")
+    assert cupy.status == "warn" and "CUPY_CACHE_DIR" in cupy.remedy and "/scratch/k" in cupy.detail
+    assert finding(hopper(environ=chosen), "CuPy's cache").detail == "/scratch/k"
+    assert finding(hopper(), "CuPy's cache").detail == "/home/me/.cache/nanoqwen/cupy"
+    assert finding(hopper(), "Kernel cache").detail == "/home/me/.cache/nanoqwen/kernels"
+    kernels = finding(hopper(cache=("", "nothing can be written", [])), "Kernel cache")
+    assert kernels.status == "warn" and "NANOQWEN_CACHE" in kernels.remedy
     model = finding(machine(cache=("", "nothing can be written", [])), "Model cache")
     assert model.status == "problem" and "NANOQWEN_CACHE" in model.remedy
     assert finding(machine(cache=("/tmp/x", "", ["home cannot be written"])), "Model cache").status == "warn"
+
+
+def test_cuda_trouble_is_the_first_problem_in_one_line():  # H03, H08: what a command says instead of CUDA's own words
+    assert doctor.cuda_trouble(hopper()) is None and doctor.cuda_trouble(machine()) == "there is no NVIDIA driver on this machine"
+    assert doctor.cuda_trouble(hopper(packages=PACKAGES)) is None, "nothing is installed, and the caller says that"
+    older = doctor.cuda_trouble(hopper(packages={**PACKAGES, "cupy-cuda13x": "14.0", "cuda-bindings": "13.0.3"}))
+    for word in ("cupy-cuda13x 14.0", "CUDA 13.0", "CUDA 12.4", "580", "nanoqwen[cuda12]"):
+        assert word in older
+    assert "\n" not in older
+    double = doctor.cuda_trouble(hopper(packages={**PACKAGES, "cupy-cuda12x": "13.6", "cupy-cuda13x": "14.0", "cuda-bindings": "12.9"}))
+    assert "2 CuPy packages at once" in double
 
 
 def test_a_temporary_folder_with_letters():  # H14
@@ -154,9 +194,9 @@ def test_the_extra_that_make_asks_for(probes, extra):
 def test_this_machine(run):
     page = run("doctor")
     assert page.status == 0 and page.err == ""
-    assert "Python" in page.out and "CPU engine works" in page.out
+    assert "Python" in page.out and ("CPU engine works" in page.out or "Engines that work here: cpu, " in page.out)
     report = json.loads(run("doctor", "--json").out)
-    assert report["cpu_works"] is True
+    assert report["cpu_works"] is True and report["engines"][0] == "cpu" and report["default_engine"] in report["engines"]
     assert {"name", "status", "detail", "remedy", "blocks_cpu"} == set(report["findings"][0])
 
 
@@ -164,3 +204,10 @@ def test_exit_status_when_nothing_can_run(run, monkeypatch):
     monkeypatch.setattr(doctor, "diagnose", lambda: diagnose(machine(torch=None, packages={})))
     page = run("doctor")
     assert page.status == 2 and "Not usable yet" in page.out
+
+
+def test_the_last_line_names_the_engines(run, monkeypatch):
+    monkeypatch.setattr(doctor, "diagnose", lambda: diagnose(hopper()))
+    assert run("doctor").out.splitlines()[-1] == "Engines that work here: cpu, reference, eager, graph. The default is graph."
+    monkeypatch.setattr(doctor, "diagnose", lambda: diagnose(machine(cache=("", "nothing can be written", []))))
+    assert run("doctor").out.splitlines()[-2:] == ["The CPU engine works, and is the default.", "The problems above concern the GPU or the folders named there."]
