@@ -5,9 +5,10 @@
         print(piece.text, end="", flush=True)
     generation.result.finish_reason                      # "stop", "length" or "cancelled"
 
-One step is: logits -> sampler -> is it an end id? -> bytes -> whole characters -> no stop string in sight? -> out. Three things
-are held back on the way, and only these: the id that ends the reply (it is in neither the text nor the ids), bytes of a
-character that is not whole yet, and text that may turn out to be the beginning of a stop string.
+One step is: next id from the engine -> is it an end id? -> bytes -> whole characters -> no stop string in sight? -> out. Three
+things are held back on the way, and only these: the id that ends the reply (it is in neither the text nor the ids), bytes of a
+character that is not whole yet, and text that may turn out to be the beginning of a stop string. Who turns logits into an id is the
+engine's business (`Engine.stream`): by the sampler given to it, on the host or where the logits are.
 
 A reply ends with
 
@@ -25,10 +26,9 @@ from __future__ import annotations
 import statistics
 import time
 import weakref
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Iterator, Sequence
-
-import numpy as np
 
 from nanoqwen.engines.base import Engine
 from nanoqwen.errors import ContextError, InputError
@@ -49,6 +49,7 @@ class Timings:
     """Milliseconds that the engine and the sampler took; what the caller does between two pieces is not counted.
 
     A step is one decode and one draw, the one that draws the end id included. None means that there was no such step.
+    An engine that `works_ahead` computes while the caller is busy, so there a step is the whole time from one id to the next.
     """
 
     prompt_tokens: int
@@ -134,7 +135,7 @@ class Generation:
         self._text: list[str] = []
         self._finish_reason = "cancelled"  # until something better is known
         self._stopped_by: str | None = None
-        self._clock = _Clock()
+        self._clock = _Clock(engine.works_ahead)
         self._kept = 0
         self._ticket = object()
         self._loop = self._run()
@@ -181,29 +182,20 @@ class Generation:
         if self._limit == 0:
             self._finish_reason = "length"
             return
-        sampler = Sampler(self._params, self._tokenizer.id_limit, self._tokenizer.banned_ids)
         decoder = StreamDecoder(self._tokenizer)
-        history = list(self._prompt)
-        with self._clock:
-            logits = self._prefill()
-            token = sampler.pick(logits, history)
-        while token not in self._ends:
-            self._ids.append(token)
-            history.append(token)
-            text, found = self._stops.push(decoder.push(token))
-            if found is not None:
-                self._finish_reason, self._stopped_by = "stop", found
-            elif len(self._ids) == self._limit:
-                self._finish_reason = "length"
-                text += self._stops.flush()  # no stop string came of it
-            self._text.append(text)
-            yield Piece(text, token)
-            if self._finish_reason != "cancelled":
-                return
-            self._check_engine_is_ours()
-            with self._clock:
-                logits = self._engine.decode(token)
-                token = sampler.pick(logits, history)
+        with closing(self._choices()) as choices:
+            while (token := self._next(choices)) not in self._ends:
+                self._ids.append(token)
+                text, found = self._stops.push(decoder.push(token))
+                if found is not None:
+                    self._finish_reason, self._stopped_by = "stop", found
+                elif len(self._ids) == self._limit:
+                    self._finish_reason = "length"
+                    text += self._stops.flush()  # no stop string came of it
+                self._text.append(text)
+                yield Piece(text, token)
+                if self._finish_reason != "cancelled":
+                    return
         self._finish_reason, self._stopped_by = "stop", self._end_text(token)
         text, found = self._stops.push(decoder.flush())
         text += "" if found else self._stops.flush()
@@ -212,14 +204,27 @@ class Generation:
             yield Piece(text, None)
     # [/loop]
 
-    def _prefill(self) -> np.ndarray:
-        """Logits after the prompt. The longest beginning that the engine still holds is not computed again."""
+    def _choices(self) -> Iterator[int]:
+        """The ids that the engine chooses: the first after the prompt, then as many as may follow it."""
+        sampler = Sampler(self._params, self._tokenizer.id_limit, self._tokenizer.banned_ids)
+        token = self._prefill(sampler)
+        yield token
+        yield from self._engine.stream(token, self._limit - 1, sampler)
+
+    def _next(self, choices: Iterator[int]) -> int:
+        if self._clock.steps:
+            self._check_engine_is_ours()
+        with self._clock:
+            return next(choices)
+
+    def _prefill(self, sampler: Sampler) -> int:
+        """The first id after the prompt. The longest beginning that the engine still holds is not computed again."""
         _SERVES[self._engine] = self._ticket
         held = self._engine.tokens if self._reuse else ()
         # The last prompt token is always computed: its logits are what we are after.
         self._kept = min(common_prefix(held, self._prompt), len(self._prompt) - 1)
         self._engine.rewind(self._kept)
-        return self._engine.prefill(self._prompt[self._kept :])
+        return self._engine.prefill_next(self._prompt[self._kept :], sampler)
 
     def _check_engine_is_ours(self) -> None:
         if _SERVES.get(self._engine) is not self._ticket:
@@ -273,15 +278,19 @@ class StopStrings:
 
 @dataclass
 class _Clock:
-    """A stopwatch around each step: `with clock: ...`."""
+    """A stopwatch around each step: `with clock: ...`. With `overlaps` a step begins where the one before it ended."""
 
+    overlaps: bool
     steps: list[float] = field(default_factory=list)  # seconds; the first is prefill and first draw
 
     def __enter__(self) -> None:
-        self._start = time.perf_counter()
+        if not (self.overlaps and self.steps):
+            self._start = time.perf_counter()
 
     def __exit__(self, *exc) -> None:
-        self.steps.append(time.perf_counter() - self._start)
+        now = time.perf_counter()
+        self.steps.append(now - self._start)
+        self._start = now
 
     def summary(self) -> dict[str, float]:
         first, later = self.steps[:1], self.steps[1:]

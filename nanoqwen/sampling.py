@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections import deque
 from dataclasses import dataclass
-from typing import Iterable, Sequence
+from typing import Iterable
 
 import numpy as np
 
@@ -70,29 +71,54 @@ class SamplingParams:
 
 GREEDY = SamplingParams()
 
+#: Temperatures at which a card draws (kernels/decode/sample.cu). Beyond them logits that differ get equal weights, or the
+#: reciprocal of the temperature overflows; then the host draws.
+DEVICE_TEMPERATURES = (1e-3, 1e3)
+
 
 class Sampler:
-    """Draws ids for one reply. `valid_ids`: ids from here on are padding; `banned_ids`: ids below it that have no token."""
+    """Draws ids for one reply. `valid_ids`: ids from here on are padding; `banned_ids`: ids below it that have no token.
+
+    An engine that chooses on a card reads the rule from here, and the random numbers of its draws: `upcoming` shows them,
+    `drew` uses one up. So host and card may take turns, and the text of a seed stays the same.
+    """
 
     def __init__(self, params: SamplingParams, valid_ids: int, banned_ids: Iterable[int] = ()) -> None:
         self.params = params
-        self._valid_ids = valid_ids
-        self._banned_ids = np.fromiter(banned_ids, dtype=np.int64)
+        self.valid_ids = valid_ids
+        self.banned_ids = np.fromiter(banned_ids, dtype=np.int64)
         self._random = np.random.PCG64(params.seed or 0)
+        self._shown: deque[int] = deque()
+
+    @property
+    def on_device(self) -> bool:
+        """Whether logits and a random number are all it takes. A repetition penalty needs the ids so far, and stays on the host."""
+        low, high = DEVICE_TEMPERATURES
+        return self.params.repetition_penalty == 1 and (self.params.temperature == 0 or low <= self.params.temperature <= high)
+
+    def upcoming(self, count: int) -> np.ndarray:
+        """The numbers of the next `count` draws in units of 2**-64, uint64 with the lower 11 bits 0. They stay to be drawn."""
+        while len(self._shown) < count:
+            self._shown.append(self._random.random_raw())
+        return np.array([self._shown[k] >> 11 << 11 for k in range(count)], dtype=np.uint64)
+
+    def drew(self) -> int:
+        """Use up the next raw number: a draw has been made with it."""
+        return self._shown.popleft() if self._shown else self._random.random_raw()
 
     # [pick]
-    def pick(self, logits: np.ndarray, history: Sequence[int] = ()) -> int:
+    def pick(self, logits: np.ndarray, history: Iterable[int] = ()) -> int:
         """The next id. `logits` is float32 [vocab]; `history` are the ids so far, read only for a repetition penalty.
 
         Raises NonFiniteError for NaN or infinity among the ids that have a token.
         """
-        scores = logits[: self._valid_ids]  # embedding rows beyond the tokenizer are padding
+        scores = logits[: self.valid_ids]  # embedding rows beyond the tokenizer are padding
         if not np.isfinite(scores).all():
             bad = int(np.flatnonzero(~np.isfinite(scores))[0])
             raise NonFiniteError(f"the logits are not finite (id {bad}: {scores[bad]}); the weights or activations overflow")
-        if self._banned_ids.size:
+        if self.banned_ids.size:
             scores = scores.copy()
-            scores[self._banned_ids[self._banned_ids < scores.size]] = -np.inf
+            scores[self.banned_ids[self.banned_ids < scores.size]] = -np.inf
         p = self.params
         if p.repetition_penalty != 1:
             scores = penalize(scores, history, p.repetition_penalty)
@@ -103,7 +129,7 @@ class Sampler:
         probabilities = softmax(scores[ids], p.temperature)
         kept = top_p_ids(probabilities, p.top_p)
         steps = np.cumsum(probabilities[kept])
-        uniform = (self._random.random_raw() >> 11) * 2.0**-53  # in [0, 1), so always below the last step, 1
+        uniform = (self.drew() >> 11) * 2.0**-53  # in [0, 1), so always below the last step, 1
         return int(ids[kept[np.searchsorted(steps / steps[-1], uniform, side="right")]])
     # [/pick]
 

@@ -45,26 +45,14 @@ class CountingEngine(Engine):
         pass
 
 
-class Scalars:
-    """The four numbers of a step in device memory."""
-
-    def __init__(self) -> None:
-        self.values = [0, 0, 0, 7]
-
-    def set(self, values, stream=None):
-        self.values = list(values)
-
-    def __getitem__(self, index):
-        return SimpleNamespace(get=lambda stream=None: self.values[index])
-
-
 class CardEngine(CountingEngine):
-    """The same with the insides that ``nanoqwen.bench.card`` looks at: named launches that advance a ``Card``'s clock."""
+    """The same with the insides that ``nanoqwen.bench.card`` looks at: named launches that advance a ``Card``'s clock. ``placed`` counts how
+    often the scalars of a step were written."""
 
     def __init__(self, name: str, card: Card, limit: int = 4096) -> None:
         super().__init__(limit)
         self.name, self._stream, self.card = name, object(), card
-        self._buffers = SimpleNamespace(step=Scalars())
+        self.placed = 0
         names = [("embed", "embed"), ("gemv_qkv", "qkv_gemv"), ("gemv_o", "o_proj"), ("gemv_qkv", "qkv_gemv"), ("lm_head", "lm_head")]
         self._launches = {opens: [Launch(n, region, card) for n, region in names] for opens in (True, False)}
         self._graphs = {opens: self._capture(launches) for opens, launches in self._launches.items()} if name == "graph" else {}
@@ -72,9 +60,16 @@ class CardEngine(CountingEngine):
     def _capture(self, launches):
         return SimpleNamespace(launch=lambda stream: [launch(stream) for launch in launches])
 
-    def step(self, token):
-        self.log.append(("step", token))
-        self._buffers.step.values[3] = (self.position + 1) % self.dims.vocab
+    def _place(self, token, position):
+        self.placed += 1
+
+    def run_ahead(self, token, count):
+        self.log.append(("run ahead", count))
+        for _ in range(count):
+            self._graphs[False].launch(self._stream)
+
+    def drop_ahead(self):
+        self.log.append(("drop ahead",))
 
 
 class Launch:
@@ -106,13 +101,17 @@ class Card:
 
 ROW = {
     "build_commit": "abc1234", "build_number": 7000, "gpu_info": "", "backends": "CPU", "model_type": "qwen2 7B Q4_K - Medium",
-    "model_size": 4_677_000_000, "model_n_params": 7_616_000_000, "n_gpu_layers": 0, "type_k": "f16", "type_v": "f16",
+    "model_size": 4_677_000_000, "model_n_params": 7_616_000_000, "n_gpu_layers": 0, "type_k": "f16", "type_v": "f16", "flash_attn": 1,
 }  # fmt: skip
 
 
 def rows(prompt: int = 32, gen: int = 8) -> list[dict]:
-    """What llama-bench answers: 40 ms for the prompt, 4 ms a token."""
-    return [{**ROW, "n_prompt": prompt, "n_gen": 0, "avg_ns": 40_000_000}, {**ROW, "n_prompt": 0, "n_gen": gen, "avg_ns": 4_000_000 * gen}]
+    """What llama-bench answers for two runs at two depths: 40 ms for the prompt, 4 ms a token, half as much again behind a context that is the
+    other's."""
+    def row(n_prompt: int, n_gen: int, depth: int, ns: int) -> dict:
+        return {**ROW, "n_prompt": n_prompt, "n_gen": n_gen, "n_depth": depth, "avg_ns": ns, "samples_ns": [ns - 1000, ns + 1000]}
+
+    return [row(prompt, 0, 0, 40_000_000), row(0, gen, 0, 3_000_000 * gen), row(prompt, 0, prompt, 60_000_000), row(0, gen, prompt, 4_000_000 * gen)]
 
 
 def fake_llama_bench(folder: Path, body: str | None = None) -> Path:
@@ -121,20 +120,27 @@ def fake_llama_bench(folder: Path, body: str | None = None) -> Path:
     body = body or (
         "at = lambda o: int(sys.argv[sys.argv.index(o) + 1])\n"
         "json.dump(sys.argv[1:], open(__file__.replace('llama-bench', 'arguments.json'), 'w', encoding='utf-8'))\n"
-        f"row = json.loads({json.dumps(ROW)!r})\n"
-        "print(json.dumps([dict(row, n_prompt=at('-p'), n_gen=0, avg_ns=40000000), dict(row, n_prompt=0, n_gen=at('-n'), avg_ns=4000000 * at('-n'))]))\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from benchkit import rows\n"
+        "print(json.dumps(rows(at('-p'), at('-n'))))\n"
     )
     path.write_text(f"#!{sys.executable}\nimport json, sys\n{body}", encoding="utf-8")
     path.chmod(0o755)
     return path
 
 
-def write_gguf(path: Path, tensors: dict[str, int]) -> Path:
-    """A GGUF file with two keys, one of them an array of strings, and tensors at the given offsets; no data behind the table."""
+SHAPE = {"block_count": 28, "embedding_length": 3584, "attention.head_count": 28, "attention.head_count_kv": 4}
+
+
+def write_gguf(path: Path, tensors: dict[str, int], shape: dict[str, int | list[int]] = SHAPE) -> Path:
+    """A GGUF file with keys of many kinds and tensors at the given offsets; no data behind the table. ``shape`` are the keys of a qwen2."""
     text = lambda s: struct.pack("<Q", len(s)) + s.encode("utf-8")  # noqa: E731
     keys = text("general.name") + struct.pack("<I", 8) + text("tiny")
     keys += text("tokens") + struct.pack("<IIQ", 9, 8, 2) + text("a") + text("bc")
-    keys += text("size") + struct.pack("<II", 4, 99)
+    keys += text("size") + struct.pack("<II", 4, 99) + text("general.architecture") + struct.pack("<I", 8) + text("qwen2")
+    for name, value in shape.items():
+        many = isinstance(value, list)
+        keys += text(f"qwen2.{name}") + (struct.pack(f"<IIQ{len(value)}I", 9, 4, len(value), *value) if many else struct.pack("<II", 4, value))
     table = b"".join(text(name) + struct.pack("<IQQIQ", 2, 4, 4, 12, offset) for name, offset in tensors.items())
-    path.write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), 3) + keys + table)
+    path.write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), 4 + len(shape)) + keys + table)
     return path

@@ -28,9 +28,8 @@ __device__ __forceinline__ void rotate(float& a, float& b, float2 turn) {
   a = rotated;
 }
 
-// Elements i and i + head_dim / 2 of a key or value of `position`, rounded to FP16, into their page.
-__device__ __forceinline__ void store_pair(u16* pool, const int* block_table, int kv_head, int position, int i, float a, float b) {
-  u16* row = pool + page_row(block_table[position / kPageTokens], kv_head, position % kPageTokens);
+// Elements i and i + head_dim / 2 of a key or value of `position`, rounded to FP16, into their row of a page.
+__device__ __forceinline__ void store_pair(u16* row, int position, int i, float a, float b) {
   row[swizzled(i, position)] = float_to_half(a);
   row[swizzled(i + kHeadDim / 2, position)] = float_to_half(b);
 }

@@ -18,6 +18,11 @@ static_assert(2 * kPageHalves % kPageAlignBytes == 0, "a page is a whole number 
 static_assert(kSliceBytes % 128 == 0, "a bulk copy of a slice starts and ends on a line");
 static_assert(kPageTokens == 16, "one page is one m16 or k16 tile of the attention kernel");
 
+// Splits of a sequence that get pages when `splits` are launched for a decode step. A split takes kSplitPages at least (one stage of
+// paged_attention's ring), so that a short sequence leaves attention_combine few results to join.
+constexpr int kSplitPages = 3;
+__device__ __forceinline__ int active_splits(int pages, int splits) { return min((pages + kSplitPages - 1) / kSplitPages, splits); }
+
 // First half of the row of `token` (0..15) of `kv_head` in `page`.
 __device__ __forceinline__ size_t page_row(int page, int kv_head, int token) {
   return static_cast<size_t>(page) * kPageHalves + kv_head * kSliceHalves + token * kHeadDim;

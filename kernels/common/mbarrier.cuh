@@ -50,6 +50,12 @@ __device__ __forceinline__ void bulk_copy(void* shared, const void* global, u32 
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(shared)),
       "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(shared_address(b)) : "memory");
 }
+
+// The same with a cache policy for L2 (ptx.cuh).
+__device__ __forceinline__ void bulk_copy(void* shared, const void* global, u32 bytes, Barrier* b, u64 policy) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(shared_address(shared)),
+      "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(shared_address(b)), "l"(policy) : "memory");
+}
 // [/mbarrier]
 
 // [ring]

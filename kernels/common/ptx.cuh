@@ -65,24 +65,6 @@ __device__ __forceinline__ uint4 load_stream(const uint4* p, u64 policy) {
   return v;
 }
 
-__device__ __forceinline__ uint2 load_stream(const uint2* p, u64 policy) {
-  uint2 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v2.u32 {%0, %1}, [%2], %3;" : "=r"(v.x), "=r"(v.y) : "l"(p), "l"(policy));
-  return v;
-}
-
-__device__ __forceinline__ u32 load_stream(const u32* p, u64 policy) {
-  u32 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.u32 %0, [%1], %2;" : "=r"(v) : "l"(p), "l"(policy));
-  return v;
-}
-
-__device__ __forceinline__ u16 load_stream(const u16* p, u64 policy) {
-  u16 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.u16 %0, [%1], %2;" : "=h"(v) : "l"(p), "l"(policy));
-  return v;
-}
-
 // ------------------------------------------------------------------------- programmatic dependent launch
 // A kernel launched with the programmatic attribute may start while the kernel before it still runs.
 
@@ -91,7 +73,9 @@ __device__ __forceinline__ u16 load_stream(const u16* p, u64 policy) {
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // Allow the next kernel's CTAs to start as soon as every CTA of this kernel has said so or exited and there is
-// room for them. It publishes nothing: the next kernel still waits for this one to finish before it reads.
+// room for them. It publishes nothing: the next kernel still waits for this one to finish before it reads. So it may
+// be said first, before this kernel's own wait: a kernel finishes only after the one before it did, whose results are then
+// visible to all that wait. A kernel of the stream may thus start while several before it still run, as far as SMs have room.
 __device__ __forceinline__ void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // ------------------------------------------------------------------------------------- tensor cores
@@ -117,6 +101,12 @@ __device__ __forceinline__ void mma_f16(float (&acc)[4], u32 a0, u32 a1, u32 a2,
 
 __device__ __forceinline__ float warp_sum(float v) {
   for (int step = 16; step > 0; step /= 2) v += __shfl_xor_sync(kFullMask, v, step);
+  return v;
+}
+
+// Over the four lanes of a quad; all of them get it.
+__device__ __forceinline__ float quad_sum(float v) {
+  for (int step = 2; step > 0; step /= 2) v += __shfl_xor_sync(kFullMask, v, step);
   return v;
 }
 

@@ -1,126 +1,173 @@
 // y = W . x at batch 1: stream W once, keep everything else out of the way.
 //
-// Work is cut into blocks of 16 rows x one slice of the input dimension, 1 KiB of INT4 codes (16 x 128) or of
-// FP16 (16 x 32), numbered row tile by row tile. CTA c of n takes blocks [total * c / n, total * (c + 1) / n), its
-// warps cut that range the same way. No CTA and no warp has more than one block more than another, whatever the shape.
-// Cut by whole tiles, the 224 tiles of the 7B's down projection would leave most of 132 SMs idle for half of the time.
+// Work is cut into blocks of 16 rows x one slice of the input dimension: a kilobyte of INT4 codes with 16 scales (16 x 128), or of
+// FP16 (16 x 32), numbered row tile by row tile. Four consecutive blocks are a bundle, contiguous in memory and a whole number of
+// 128-byte lines. CTA c of n takes bundles [total * c / n, total * (c + 1) / n), its warps cut that range the same way. No CTA and no
+// warp has more than one bundle more than another, whatever the shape. Cut by whole tiles, the 224 tiles of the 7B's down projection
+// would leave most of 132 SMs idle for half of the time.
 //
-//   warp        loads the words of a block straight into registers (16 bytes a lane and row), kPrefetch blocks ahead,
-//               multiplies with tensor cores, keeps 2 FP32 sums a lane, writes 16 sums to shared memory at each row tile's end
-//   CTA         adds its warps' parts of each row tile, in warp order
+//   warp        owns a ring of kStages bundles in shared memory and is its own producer: lane 0 asks for a bundle with one bulk copy as
+//               soon as all lanes hold the one that lay there in registers. Warps never wait for each other inside the loop. A warp
+//               multiplies with tensor cores, keeps 2 FP32 sums a lane, and leaves 16 sums in shared memory at each row tile's end.
+//   CTA         one on each SM, never two: its shared memory is more than half of an SM's. Where two fit, the scheduler sometimes puts
+//               both of one GEMV on an SM while another SM has none, and everybody waits for that SM. So the next GEMV's CTA begins to
+//               fill its rings when this one's leaves the SM, long before the grid has finished. A CTA adds its warps' parts of each row
+//               tile, in warp order.
 //   grid        a row tile may be shared by several CTAs. The one that begins it writes part 0, the next one part 1, and so on up to
 //               kParts, which follows from the shapes. A part that no CTA writes stays the zero it was set to at start. The reader
 //               adds all parts, in order. No atomics: two runs give the same bits.
 //
-// x            the slices of x that a CTA needs are copied to shared memory once, in one go. Read from global memory inside the loop,
-//              each would be an L2 round trip in the way of the products wherever a warp meets a slice only once, as in the down
-//              projection.
+// x            all of its records (one a slice) are in shared memory before the loop; gemv_input.cuh says how they get there.
 //
-// Barriers     two __syncthreads, reached by all threads: x is in shared memory; all partial sums are in shared memory.
-// Shared       kWarps * kMaxTiles * 64 bytes of partial sums and kMaxSlices records of x, static.
+// Barriers     name           arrivals    who arrives                     who waits          means
+//              full[w][s]     1 + bytes   lane 0 of warp w (expect_tx)    warp w             the bundle of stage s has landed
+//              input          1 + bytes   thread 0 (expect_tx)            all threads        x has landed (CopiedInput)
+//              __syncthreads x 2 and those of the input, reached by all threads: the barriers exist and the partial sums are zero;
+//              all partial sums are in shared memory.
+//              There is no `empty` barrier: who refills a stage is a lane of the warp that read it, so __syncwarp is enough.
+// Shared       (dynamic) rings, records of x, partial sums, barriers: StreamShape::kShared bytes or more.
+// Lost         the same stream held in registers, two blocks a lane ahead, 4 CTAs of 8 warps on an SM: the CTAs fill the register file, so
+//              the next kernel's loads cannot begin before this one's CTAs leave, and every GEMV pays the ramp of memory anew.
+//              Bundles of two blocks (2,112 bytes, not whole lines): slower than four. Two CTAs on an SM: see above.
+//              Filling the ring one stage after the other before x exists, to keep the queues in front of L2 short for the kernels in
+//              between: the pauses cost more than the queues.
 //
-// A `Weights` policy says how a block is loaded and multiplied:
-//   kRows, kBlocks (slices a row tile), kRecord (bytes of x a slice, contiguous from `activations` on), Fragment (registers of a block),
-//   load(block) -> Fragment, and multiply(fragment, record, top, bottom): add the products of row g of the tile to `top`
-//   and of row g + 8 to `bottom`, where g = lane / 4, the same on all four lanes of a quad.
+// A `Weights` policy says how a block is held and multiplied:
+//   kRows, kBlocks (slices a row tile), kBundleBytes, kRecord (bytes of x a slice, contiguous from `activations` on), bundles (address
+//   of the first), Fragment (registers of a block), load(shared bundle, j) -> Fragment of block j, and multiply(fragment, record) ->
+//   float2: the products of row g of the tile (x) and of row g + 8 (y), where g = lane / 4, the same on all four lanes of a quad. With
+//   kLaneParts each lane returns its own part instead, and the four are added at the tile's end (kernels/lessons: no tensor cores).
 #pragma once
 
+#include "mbarrier.cuh"
 #include "ptx.cuh"
 
 namespace nanoqwen {
 
-constexpr int kTileRows = 16;
+constexpr int kTileRows = 16, kBundle = 4;
 
 // [shape]
-// What a launch on kCtas CTAs of kWarps warps looks like. nanoqwen/cuda/constants.py computes kGrid and kParts too; static_asserts
-// in the kernels compare.
-template <class Weights, int kCtas, int kWarps>
+// What a launch on kCtas CTAs of kWarps warps looks like. nanoqwen/cuda/constants.py computes kGrid, kParts and kShared too;
+// static_asserts in the kernels compare.
+template <class Weights, int kCtas, int kWarps, int kStages>
 struct StreamShape {
-  static constexpr int kTiles = Weights::kRows / kTileRows;
-  static constexpr int kTotal = kTiles * Weights::kBlocks;
-  static constexpr int kGrid = kTotal / kWarps >= kCtas ? kCtas : (kTotal / kWarps > 0 ? kTotal / kWarps : 1);  // a block a warp at least
-  static constexpr int kFewest = kTotal / kGrid, kMost = (kTotal + kGrid - 1) / kGrid;                            // blocks of a CTA
+  static constexpr int kTotal = Weights::kRows / kTileRows * Weights::kBlocks;  // blocks
+  static constexpr int kBundles = (kTotal + kBundle - 1) / kBundle;             // the last one may be padded
+  static constexpr int kGrid = kBundles < kCtas ? kBundles : kCtas;             // a CTA has one at least
+  static constexpr int kFewest = kBundles / kGrid * kBundle, kMost = (kBundles + kGrid - 1) / kGrid * kBundle;  // blocks of a CTA
   // A tile's blocks meet at most so many ranges of at least kFewest blocks.
   static constexpr int kParts = (Weights::kBlocks - 1 + kFewest - 1) / kFewest + 1;
-  static constexpr int kMaxTiles = ((kMost + kWarps - 1) / kWarps) / Weights::kBlocks + 2;  // row tiles that one warp touches
-  static constexpr int kMaxSlices = kMost < Weights::kBlocks ? kMost : Weights::kBlocks;    // slices of x that one CTA needs
+  static constexpr int kMaxTiles = kMost / Weights::kBlocks + 2;  // row tiles that one CTA touches
+  // And so many of its warps meet one tile.
+  static constexpr int kWarpFewest = kBundles / kGrid / kWarps * kBundle;
+  static constexpr int kMeet = kWarpFewest ? (Weights::kBlocks - 1 + kWarpFewest - 1) / kWarpFewest + 1 : kWarps;
+  static constexpr int kSlots = kMeet < kWarps ? kMeet : kWarps;
+
+  static constexpr int kRecordsAt = kWarps * kStages * Weights::kBundleBytes;
+  static constexpr int kPartialAt = kRecordsAt + Weights::kBlocks * Weights::kRecord;
+  static constexpr int kBarriersAt = kPartialAt + (kMaxTiles * kSlots * kTileRows + 32) * 4;  // 32 floats for the input's own use
+  static constexpr int kShared = kBarriersAt + (kWarps * kStages + 1) * 8;
   static_assert(Weights::kRows % kTileRows == 0, "rows are padded to whole tiles when the weights are uploaded");
-  static_assert(Weights::kRecord % 16 == 0, "records of x are copied 16 bytes at a time");
+  static_assert(Weights::kRecord % 16 == 0, "bulk copies move multiples of 16 bytes");
+  static_assert(Weights::kBundleBytes % 128 == 0, "a bundle is whole lines");
+
+  // First bundle of CTA c.
+  __device__ __forceinline__ static int begin(int c) { return static_cast<int>(static_cast<long long>(kBundles) * c / kGrid); }
 };
 // [/shape]
 
+extern __shared__ __align__(128) u8 stream_shared[];
+
 // [stream_gemv]
-// out[kParts][rows]. gridDim.x is kGrid.
-template <class Weights, int kCtas, int kWarps, int kPrefetch>
-__device__ __forceinline__ void stream_gemv(const Weights& weights, float* __restrict__ out) {
-  using Shape = StreamShape<Weights, kCtas, kWarps>;
-  constexpr int kBlocks = Weights::kBlocks, kTotal = Shape::kTotal, kRecord = Weights::kRecord;
-  __shared__ float partial[kWarps][Shape::kMaxTiles][kTileRows];
-  __shared__ __align__(16) u8 records[Shape::kMaxSlices * kRecord];
+// out[kParts][rows]. gridDim.x is kGrid, dynamic shared memory kShared or more. `make_input(barrier)` gives the input.
+template <class Weights, int kCtas, int kWarps, int kStages, class MakeInput>
+__device__ __forceinline__ void stream_gemv(const Weights& weights, const MakeInput& make_input, float* __restrict__ out) {
+  using Shape = StreamShape<Weights, kCtas, kWarps, kStages>;
+  constexpr int kBlocks = Weights::kBlocks, kTotal = Shape::kTotal;
+  u8* const ring_memory = stream_shared + warp_id() * kStages * Weights::kBundleBytes;
+  u8* const records = stream_shared + Shape::kRecordsAt;
+  float* const partial = reinterpret_cast<float*>(stream_shared + Shape::kPartialAt);  // [tile of the CTA][kSlots][kTileRows]
+  Barrier* const barriers = reinterpret_cast<Barrier*>(stream_shared + Shape::kBarriersAt);
+  Barrier* const full = barriers + 1 + warp_id() * kStages;
+  auto input = make_input(barriers);
 
   const int g = lane_id() / 4, t = lane_id() % 4;
-  const int cta_begin = static_cast<int>(static_cast<long long>(kTotal) * blockIdx.x / gridDim.x);
-  const int cta_end = static_cast<int>(static_cast<long long>(kTotal) * (blockIdx.x + 1) / gridDim.x);
-  const auto warp_begin = [&](int w) { return cta_begin + (cta_end - cta_begin) * w / kWarps; };
-  const int begin = warp_begin(warp_id()), end = warp_begin(warp_id() + 1);
+  const int cta_first = Shape::begin(blockIdx.x), cta_last = Shape::begin(blockIdx.x + 1);  // in bundles
+  const auto warp_begin = [&](int w) { return cta_first + (cta_last - cta_first) * w / kWarps; };
+  const int warp = static_cast<int>(warp_id()), begin = warp_begin(warp), end = warp_begin(warp + 1);
+  const int first_block = cta_first * kBundle, first_tile = first_block / kBlocks;
+  const int tiles = (min(cta_last * kBundle, kTotal) - 1) / kBlocks - first_tile + 1;
+
+  const u64 policy = evict_first_policy();
+  const auto fill = [&](int stage, int bundle) {  // lane 0 alone
+    barrier_arrive_expect(&full[stage], Weights::kBundleBytes);
+    bulk_copy(ring_memory + stage * Weights::kBundleBytes, weights.bundles + static_cast<size_t>(bundle) * Weights::kBundleBytes,
+              Weights::kBundleBytes, &full[stage], policy);
+  };
 
   // Weights do not depend on the kernel before this one: ask for the first of them before waiting for it.
-  typename Weights::Fragment ahead[kPrefetch] = {};
-#pragma unroll
-  for (int j = 0; j < kPrefetch; ++j)
-    if (begin + j < end) ahead[j] = weights.load(begin + j);
-  wait_for_previous_kernel();
-  allow_next_kernel();
-
-  // Slice cta_begin % kBlocks comes first; a range that passes the end of a row tile goes on with slice 0.
-  const int first_slice = cta_begin % kBlocks, slices = min(cta_end - cta_begin, kBlocks);
-  for (int i = threadIdx.x; i < slices * (kRecord / 16); i += kWarps * kWarp) {
-    const int at = i / (kRecord / 16), from = at + first_slice - (at + first_slice >= kBlocks ? kBlocks : 0);
-    reinterpret_cast<uint4*>(records)[i] = reinterpret_cast<const uint4*>(weights.activations + from * kRecord)[i % (kRecord / 16)];
+  if (lane_id() == 0) {
+    for (int s = 0; s < kStages; ++s) barrier_init(&full[s], 1);
+    if (warp_id() == 0) barrier_init(barriers, 1);
+    fence_barrier_init();
+    for (int s = 0; s < kStages; ++s)
+      if (begin + s < end) fill(s, begin + s);
   }
+  allow_next_kernel();
+  input.prepare();
+  for (int i = threadIdx.x; i < tiles * Shape::kSlots * kTileRows; i += kWarps * kWarp) partial[i] = 0.0f;
+  // The part that this CTA writes of its first tile: how many CTAs before it have blocks of that tile. Later tiles begin in it: part 0.
+  int first_part = 0;
+  while (static_cast<int>(blockIdx.x) > first_part && Shape::begin(blockIdx.x - first_part) * kBundle > first_tile * kBlocks) ++first_part;
+  // In the same way, the slot for this warp's sums of its first tile.
+  const int warp_tile = begin * kBundle / kBlocks;
+  int slot = 0;
+  while (warp > slot && warp_begin(warp - slot) * kBundle > warp_tile * kBlocks) ++slot;
   __syncthreads();
+  wait_for_previous_kernel();
+  input.deliver(records, partial + Shape::kMaxTiles * Shape::kSlots * kTileRows);
 
   float top = 0.0f, bottom = 0.0f;
-  int slice = begin % kBlocks, tiles_done = 0;
+  int slice = begin * kBundle % kBlocks, tile = warp_tile - first_tile;
   const auto write_tile = [&] {
+    if constexpr (Weights::kLaneParts) top = quad_sum(top), bottom = quad_sum(bottom);
     if (t == 0) {
-      partial[warp_id()][tiles_done][g] = top;
-      partial[warp_id()][tiles_done][g + 8] = bottom;
+      float* mine = partial + (tile * Shape::kSlots + slot) * kTileRows;
+      mine[g] = top;
+      mine[g + 8] = bottom;
     }
     top = bottom = 0.0f;
-    ++tiles_done;
+    ++tile;
+    slice = slot = 0;
   };
-  for (int base = begin; base < end; base += kPrefetch) {
+  Ring<kStages> ring;
+  for (int bundle = begin; bundle < end; ++bundle, ring.advance()) {
+    barrier_wait(&full[ring.stage], ring.parity);  // all lanes: each must see the landed bytes
+    const u8* landed = ring_memory + ring.stage * Weights::kBundleBytes;
+    typename Weights::Fragment held[kBundle];
 #pragma unroll
-    for (int j = 0; j < kPrefetch; ++j) {
-      const int block = base + j;
-      if (block < end) {
-        const int at = slice - first_slice + (slice < first_slice ? kBlocks : 0);
-        weights.multiply(ahead[j], records + at * kRecord, top, bottom);
-        if (block + kPrefetch < end) ahead[j] = weights.load(block + kPrefetch);
-        if (++slice == kBlocks) {
-          write_tile();
-          slice = 0;
-        }
+    for (int j = 0; j < kBundle; ++j) held[j] = weights.load(landed, j);
+    __syncwarp();  // all lanes hold the bundle: its place may be filled again
+    if (lane_id() == 0 && bundle + kStages < end) fill(ring.stage, bundle + kStages);
+#pragma unroll
+    for (int j = 0; j < kBundle; ++j) {
+      if (kTotal % kBundle == 0 || bundle * kBundle + j < kTotal) {
+        const float2 sums = weights.multiply(held[j], records + slice * Weights::kRecord);
+        top += sums.x;
+        bottom += sums.y;
+        if (++slice == kBlocks) write_tile();
       }
     }
   }
   if (slice != 0 && begin < end) write_tile();
   __syncthreads();
 
-  const int first_tile = cta_begin / kBlocks, last_tile = (cta_end - 1) / kBlocks;
-  for (int i = threadIdx.x; i < (last_tile - first_tile + 1) * kTileRows; i += kWarps * kWarp) {
-    const int tile = first_tile + i / kTileRows, row = i % kTileRows;
+  for (int i = threadIdx.x; i < tiles * kTileRows; i += kWarps * kWarp) {
+    const int at = i / kTileRows, row = i % kTileRows;
     float sum = 0.0f;
-    for (int w = 0; w < kWarps; ++w) {
-      const int from = warp_begin(w), to = warp_begin(w + 1);
-      if (from < to && from < (tile + 1) * kBlocks && to > tile * kBlocks) sum += partial[w][tile - from / kBlocks][row];
-    }
-    // The CTA that holds the tile's first block: its range begins at or before it. (The estimate is exact or one too high.)
-    int owner = static_cast<int>(static_cast<long long>(tile) * kBlocks * gridDim.x / kTotal) + 1;
-    while (static_cast<long long>(kTotal) * owner / gridDim.x > tile * kBlocks) --owner;
-    const int part = static_cast<int>(blockIdx.x) - owner;
-    out[part * Weights::kRows + tile * kTileRows + row] = sum;
+#pragma unroll
+    for (int k = 0; k < Shape::kSlots; ++k) sum += partial[(at * Shape::kSlots + k) * kTileRows + row];
+    out[(at == 0 ? first_part : 0) * Weights::kRows + (first_tile + at) * kTileRows + row] = sum;
   }
 }
 // [/stream_gemv]

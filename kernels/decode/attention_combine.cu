@@ -5,6 +5,7 @@
 // Launch     one warp for 128 elements of the concatenated heads (one head of 128, two of 64): CTAs of 32 threads. No barrier.
 #include "activations.cuh"
 #include "constants.cuh"
+#include "kv_page.cuh"
 #include "ptx.cuh"
 #include "step.cuh"
 
@@ -12,26 +13,43 @@ using namespace nanoqwen;
 
 extern "C" __global__ void __launch_bounds__(kWarp)
 attention_combine(const float* sums, const float* maxima, const float* denominators, const Step* step, int splits, u8* records) {
-  wait_for_previous_kernel();
   allow_next_kernel();
-  const int pages = (step->position + kPageTokens) / kPageTokens;  // of position + 1 tokens
-  const int active = min(pages, splits);                          // as in paged_attention.cu
+  const int pages = (step->position + kPageTokens) / kPageTokens;  // of position + 1 tokens; the position changes between steps only
+  const int active = active_splits(pages, splits);
   const int first = blockIdx.x * 128, i = first + 4 * lane_id();
+  wait_for_previous_kernel();
   float y[4] = {0, 0, 0, 0};
   if (i < kQSize) {
-    // Unrolled, so that eight splits' loads are on their way at a time.
+    // Eight splits' loads are on their way at a time; the running maximum is corrected as in the online softmax.
+    constexpr int kTogether = 8;
     const int head = i / kHeadDim;
     float top = -infinity(), total = 0.0f;
-#pragma unroll 8
-    for (int s = 0; s < active; ++s) top = fmaxf(top, maxima[s * kNumHeads + head]);
-#pragma unroll 8
-    for (int s = 0; s < active; ++s) {
-      const float weight = exp2f(maxima[s * kNumHeads + head] - top);
-      const float4 part = *reinterpret_cast<const float4*>(sums + static_cast<size_t>(s) * kQSize + i);
-      total += weight * denominators[s * kNumHeads + head];
-      y[0] += weight * part.x, y[1] += weight * part.y, y[2] += weight * part.z, y[3] += weight * part.w;
+    for (int base = 0; base < active; base += kTogether) {
+      float maximum[kTogether], denominator[kTogether];
+      float4 part[kTogether];
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) {
+        const int s = base + j;
+        const bool there = s < active;
+        maximum[j] = there ? maxima[s * kNumHeads + head] : -infinity();
+        denominator[j] = there ? denominators[s * kNumHeads + head] : 0.0f;
+        part[j] = there ? *reinterpret_cast<const float4*>(sums + static_cast<size_t>(s) * kQSize + i) : make_float4(0, 0, 0, 0);
+      }
+      float now = top;
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) now = fmaxf(now, maximum[j]);
+      const float correction = exp2f(top - now);  // 0 at first: exp2(-infinity)
+      top = now;
+      total *= correction;
+      for (int k = 0; k < 4; ++k) y[k] *= correction;
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) {
+        const float weight = exp2f(maximum[j] - top);
+        total += weight * denominator[j];
+        y[0] += weight * part[j].x, y[1] += weight * part[j].y, y[2] += weight * part[j].z, y[3] += weight * part[j].w;
+      }
     }
-    for (int j = 0; j < 4; ++j) y[j] /= total;
+    for (int k = 0; k < 4; ++k) y[k] /= total;
   }
   write_digits(y, first, i < kQSize, records);
 }

@@ -11,8 +11,8 @@
 using namespace nanoqwen;
 
 extern "C" __global__ void __launch_bounds__(kRowThreads) embed(const u16* embedding, const Step* step, float* residual) {
-  wait_for_previous_kernel();
   allow_next_kernel();
+  wait_for_previous_kernel();
   for (int i = 2 * threadIdx.x; i < kHidden; i += 2 * kRowThreads) {
     const u32 pair = embedding_pair(embedding, step->token, i);
     *reinterpret_cast<float2*>(residual + i) = make_float2(low_half(pair), high_half(pair));

@@ -7,7 +7,8 @@
 // Launch     (kv_heads, splits) CTAs of 7 warps. Splits without a page leave at once.
 //
 // Warps      0       producer: one lane issues bulk copies, up to kStages stages ahead
-//            1..6    consumers: each takes one page of a stage
+//            1..6    consumers: two take one page of a stage, each all of its scores and half of the dimensions of V. (One warp a page would
+//                    need twice the ring for as many warps, and a GEMV's ring has to fit beside it: stream_gemv.cuh.)
 //
 // Barriers   name      arrivals      who arrives                      who waits             means
 //            full[i]   1 + bytes     producer lane (expect_tx)        consumer warps        the stage's pages have landed
@@ -16,8 +17,8 @@
 //            The producer never waits inside a consumer's branch nor the other way round: every __syncthreads stands at top level.
 //
 // Shared     offset                      bytes                   what
-//            0                           kStages * 6 * 2 slices  K and V pages: [stage][warp][K, V][token][dim]   (144 KiB for the 7B)
-//            (the same)                  6 * 8 * (dim + 2) * 4   the warps' sums after the loop, over the pages
+//            0                           kStages * 3 * 2 slices  K and V pages: [stage][page][K, V][token][dim]   (72 KiB for the 7B)
+//            (the same)                  3 * 8 * (dim + 2) * 4   the pairs' sums after the loop, over the pages
 //            after the pages             2 * kStages * 8         full, empty
 //
 // Tensor     m16n8k16, FP16 in, FP32 sums. Rows 0..7 of A are the high parts of the group's queries (or probabilities), rows 8..15 the low
@@ -34,18 +35,19 @@
 namespace nanoqwen {
 
 constexpr int kGqa = kNumHeads / kNumKvHeads;
-constexpr int kConsumers = 6, kStages = 3;
+constexpr int kConsumers = 6, kStages = 3, kStagePages = kSplitPages;
+static_assert(kConsumers == 2 * kStagePages, "two warps a page");
 constexpr int kAttentionThreads = (1 + kConsumers) * kWarp;
-constexpr int kDimTiles = kHeadDim / 8, kDimSteps = kHeadDim / 16;
+constexpr int kHalfTiles = kHeadDim / 16, kDimSteps = kHeadDim / 16;  // a warp's share of V; steps of q . K
 static_assert(kGqa <= 8, "the heads of a group are the eight rows of half a tile");
 
 // [shared]
 struct AttentionShared {
   union {
-    u16 pages[kStages][kConsumers][2][kSliceHalves];  // [stage][consumer][K, V]
+    u16 pages[kStages][kStagePages][2][kSliceHalves];  // [stage][page][K, V]
     struct {
-      float sums[kConsumers][8][kHeadDim];
-      float maxima[kConsumers][8], denominators[kConsumers][8];
+      float sums[kStagePages][8][kHeadDim];
+      float maxima[kStagePages][8], denominators[kStagePages][8];
     } joined;
   };
   Barrier full[kStages], empty[kStages];
@@ -71,27 +73,30 @@ paged_attention(const float* q, const u16* keys, const u16* values, const int* b
     }
     fence_barrier_init();
   }
-  wait_for_previous_kernel();
   allow_next_kernel();
   __syncthreads();  // all 224 threads: nobody may touch a barrier before it exists
 
+  // Position and block table change between steps only, and so do all pages but the one that holds the position: all that may be read
+  // before the kernels in front of this one have finished.
   const int length = step->position + 1;
   const int pages = (length + kPageTokens - 1) / kPageTokens;
-  const int active = min(pages, static_cast<int>(gridDim.y));  // splits that have a page; attention_combine joins as many
+  const int active = active_splits(pages, gridDim.y);  // attention_combine joins as many
   if (split >= active) return;                                 // the whole CTA
   const int first_page = static_cast<int>(static_cast<long long>(pages) * split / active);
   const int last_page = static_cast<int>(static_cast<long long>(pages) * (split + 1) / active);
 
   const int warp = static_cast<int>(warp_id()) - 1;  // consumer index; -1 is the producer
-  float acc[kDimTiles][4] = {};
+  const int pair = warp / 2, half = warp % 2;        // page of a stage, half of the dimensions
+  float acc[kHalfTiles][4] = {};
   float maximum = -infinity(), denominator = 0.0f;
 
   if (warp < 0) {
     // [producer]
     if (lane_id() == 0) {
       Ring<kStages> ring;
-      for (int page = first_page; page < last_page; page += kConsumers, ring.advance()) {
-        const int count = min(kConsumers, last_page - page);
+      for (int page = first_page; page < last_page; page += kStagePages, ring.advance()) {
+        const int count = min(kStagePages, last_page - page);
+        if (page + count == pages) wait_for_previous_kernel();  // rope_append writes the new token into the last page
         barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
         barrier_arrive_expect(&shared.full[ring.stage], count * 2 * kSliceBytes);
         for (int i = 0; i < count; ++i) {
@@ -104,6 +109,7 @@ paged_attention(const float* q, const u16* keys, const u16* values, const int* b
     // [/producer]
   } else {
     // [consumer]
+    wait_for_previous_kernel();  // q
     const int g = lane_id() / 4, t = lane_id() % 4;
     // Queries, scaled so that exp becomes exp2, as A fragments: rows g are the high parts of head g, rows g + 8 the low parts.
     constexpr float kLog2e = 1.4426950408889634f;
@@ -119,12 +125,12 @@ paged_attention(const float* q, const u16* keys, const u16* values, const int* b
     }
 
     Ring<kStages> ring;
-    for (int base = first_page; base < last_page; base += kConsumers, ring.advance()) {
-      const int page = base + warp;
+    for (int base = first_page; base < last_page; base += kStagePages, ring.advance()) {
+      const int page = base + pair;
       barrier_wait(&shared.full[ring.stage], ring.parity);  // all lanes: each must see the landed bytes
       if (page < last_page) {
-        const u16* k_page = shared.pages[ring.stage][warp][0];
-        const u16* v_page = shared.pages[ring.stage][warp][1];
+        const u16* k_page = shared.pages[ring.stage][pair][0];
+        const u16* v_page = shared.pages[ring.stage][pair][1];
 
         // Scores of 16 tokens as two 8-token tiles; B fragments are rows of K, one ldmatrix for both tiles.
         float s[2][4] = {};
@@ -161,7 +167,7 @@ paged_attention(const float* q, const u16* keys, const u16* values, const int* b
         sum += __shfl_xor_sync(kFullMask, sum, 2);
         denominator = denominator * correction + sum;
 #pragma unroll
-        for (int n = 0; n < kDimTiles; ++n)
+        for (int n = 0; n < kHalfTiles; ++n)
 #pragma unroll
           for (int j = 0; j < 4; ++j) acc[n][j] *= correction;
 
@@ -170,9 +176,9 @@ paged_attention(const float* q, const u16* keys, const u16* values, const int* b
         split_pair(p[0][0], p[0][1], pa[0], pa[1]);
         split_pair(p[1][0], p[1][1], pa[2], pa[3]);
 #pragma unroll
-        for (int n = 0; n < kDimTiles; n += 2) {
+        for (int n = 0; n < kHalfTiles; n += 2) {
           u32 b[4];
-          value_fragments(b, v_page, n);
+          value_fragments(b, v_page, half * kHalfTiles + n);
           mma_f16(acc[n], pa[0], pa[1], pa[2], pa[3], b[0], b[1]);
           mma_f16(acc[n + 1], pa[0], pa[1], pa[2], pa[3], b[2], b[3]);
         }
@@ -188,20 +194,20 @@ paged_attention(const float* q, const u16* keys, const u16* values, const int* b
   if (warp >= 0) {
     const int g = lane_id() / 4, t = lane_id() % 4;
 #pragma unroll
-    for (int n = 0; n < kDimTiles; ++n)
-      *reinterpret_cast<float2*>(&shared.joined.sums[warp][g][8 * n + 2 * t]) = make_float2(acc[n][0] + acc[n][2], acc[n][1] + acc[n][3]);
-    if (t == 0) {
-      shared.joined.maxima[warp][g] = maximum;
-      shared.joined.denominators[warp][g] = denominator;
+    for (int n = 0; n < kHalfTiles; ++n)
+      *reinterpret_cast<float2*>(&shared.joined.sums[pair][g][8 * (half * kHalfTiles + n) + 2 * t]) = make_float2(acc[n][0] + acc[n][2], acc[n][1] + acc[n][3]);
+    if (t == 0 && half == 0) {  // both halves have the same
+      shared.joined.maxima[pair][g] = maximum;
+      shared.joined.denominators[pair][g] = denominator;
     }
   }
   __syncthreads();
   for (int i = threadIdx.x; i < kGqa * kHeadDim; i += kAttentionThreads) {
     const int head = i / kHeadDim, dim = i % kHeadDim;
     float top = -infinity(), sum = 0.0f, total = 0.0f;
-    for (int w = 0; w < kConsumers; ++w) top = fmaxf(top, shared.joined.maxima[w][head]);
-    for (int w = 0; w < kConsumers; ++w) {
-      const float weight = exp2f(shared.joined.maxima[w][head] - top);  // 0 for a warp that saw no page
+    for (int w = 0; w < kStagePages; ++w) top = fmaxf(top, shared.joined.maxima[w][head]);
+    for (int w = 0; w < kStagePages; ++w) {
+      const float weight = exp2f(shared.joined.maxima[w][head] - top);  // 0 for a pair that saw no page
       sum += weight * shared.joined.sums[w][head][dim];
       total += weight * shared.joined.denominators[w][head];
     }

@@ -19,24 +19,35 @@ rope_append(const float* parts, const u16* q_bias, const u16* k_bias, const u16*
             const int* block_table, u16* keys, u16* values, float* q) {
   constexpr int kHalf = kHeadDim / 2, kPairs = kHalf / kWarp;
   static_assert(kHalf % kWarp == 0, "a lane owns whole pairs");
-  wait_for_previous_kernel();
   allow_next_kernel();
 
+  // What does not come from the projection is here before it is finished: the step's scalars change between steps only.
   const Head head(blockIdx.x);
   const u16* bias = head.bias(q_bias, k_bias, v_bias);
-  const int position = step->position;
+  const int position = step->position, page = block_table[position / kPageTokens];
+  float bias_a[kPairs], bias_b[kPairs];
+  float2 turn[kPairs];
+#pragma unroll
+  for (int p = 0; p < kPairs; ++p) {
+    const int i = lane_id() + p * kWarp;
+    bias_a[p] = half_to_float(bias[i]), bias_b[p] = half_to_float(bias[i + kHalf]);
+    turn[p] = rope_table[static_cast<size_t>(position) * kHalf + i];
+  }
+  wait_for_previous_kernel();
+
+#pragma unroll
   for (int p = 0; p < kPairs; ++p) {
     const int i = lane_id() + p * kWarp;
     const int first_row = head.index * kHeadDim + i, second_row = first_row + kHalf;
     constexpr int kRows = kQSize + 2 * kKvSize;
-    float a = sum_parts<kQkvParts>(parts + first_row, kRows) + half_to_float(bias[i]);
-    float b = sum_parts<kQkvParts>(parts + second_row, kRows) + half_to_float(bias[i + kHalf]);
-    if (head.is_q || head.is_k) rotate(a, b, rope_table[static_cast<size_t>(position) * kHalf + i]);
+    float a = sum_parts<kQkvParts>(parts + first_row, kRows) + bias_a[p];
+    float b = sum_parts<kQkvParts>(parts + second_row, kRows) + bias_b[p];
+    if (head.is_q || head.is_k) rotate(a, b, turn[p]);
     if (head.is_q) {
       q[first_row] = a;
       q[second_row] = b;
     } else {
-      store_pair(head.is_k ? keys : values, block_table, head.kv_head(), position, i, a, b);
+      store_pair((head.is_k ? keys : values) + page_row(page, head.kv_head(), position % kPageTokens), position, i, a, b);
     }
   }
 }

@@ -12,8 +12,8 @@
 using namespace nanoqwen;
 
 extern "C" __global__ void __launch_bounds__(256) swiglu(const float* parts, u8* records) {
-  wait_for_previous_kernel();
   allow_next_kernel();
+  wait_for_previous_kernel();
   const int first = (blockIdx.x * 8 + warp_id()) * 128;
   if (first >= kIntermediate) return;  // the whole warp: write_digits needs all lanes of those that stay
   const int i = first + 4 * lane_id();

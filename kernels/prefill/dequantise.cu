@@ -9,24 +9,23 @@
 
 using namespace nanoqwen;
 
-// codes and scales re-tiled as in gemv_int4.cu; out FP16 [rows][cols], row-major.
-extern "C" __global__ void __launch_bounds__(256) dequantise(const u32* codes, const u16* scales, u16* out, int rows, int cols) {
-  const long long index = static_cast<long long>(blockIdx.x) * 256 + threadIdx.x;
-  constexpr int kGroupWords = kGroup / 8;
+// bundles: re-tiled codes and scales (gemv_int4.cu); out FP16 [rows][cols], row-major.
+extern "C" __global__ void __launch_bounds__(256) dequantise(const u32* bundles, u16* out, int rows, int cols) {
+  const long long index = static_cast<long long>(blockIdx.x) * 256 + threadIdx.x;  // a word of codes, bundles' scales not counted
+  constexpr int kRowWords = kGroup / 8, kCodeWords = 16 * kRowWords, kBundleWords = 4 * (kCodeWords + 8);
   if (index >= static_cast<long long>(rows) * (cols / 8)) return;
-  // In stored order: [tile][group][16 rows][words of a group].
-  const int word = static_cast<int>(index % kGroupWords);
-  const long long scale_at = index / kGroupWords;  // (tile * groups + group) * 16 + row within the tile
   const int groups = cols / kGroup;
-  const int group = static_cast<int>(scale_at / 16 % groups);
-  const long long row = scale_at / (16 * groups) * 16 + scale_at % 16;
-  const u32 packed = codes[index];
-  const float scale = half_to_float(scales[scale_at]);
+  const long long block = index / kCodeWords;  // tile * groups + group
+  const int within = static_cast<int>(index % kCodeWords), row = within / kRowWords, word = within % kRowWords, j = block % 4;
+  const u32* mine = bundles + block / 4 * kBundleWords;
+  const u32 packed = mine[j * kCodeWords + within], pair = mine[4 * kCodeWords + 8 * j + row % 8];
+  const float scale = row < 8 ? low_half(pair) : high_half(pair);
   u32 pairs[4];
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    const int even = static_cast<int>(packed << (28 - 4 * j)) >> 28, odd = static_cast<int>(packed << (12 - 4 * j)) >> 28;
-    pairs[j] = pack_half2(even * scale, odd * scale);
+  for (int k = 0; k < 4; ++k) {
+    const int even = static_cast<int>(packed << (28 - 4 * k)) >> 28, odd = static_cast<int>(packed << (12 - 4 * k)) >> 28;
+    pairs[k] = pack_half2(even * scale, odd * scale);
   }
-  reinterpret_cast<uint4*>(out)[row * (cols / 8) + group * kGroupWords + word] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+  const long long at = (block / groups * 16 + row) * (cols / 8) + block % groups * kRowWords + word;
+  reinterpret_cast<uint4*>(out)[at] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
 }

@@ -24,7 +24,8 @@ rope_append_rows(const float* product, const float* factor, const u16* q_bias, c
       float* out = q + (static_cast<size_t>(token) * kNumHeads + head.index) * kHeadDim;
       out[i] = a, out[i + kHalf] = b;
     } else {
-      store_pair(head.is_k ? keys : values, block_table, head.kv_head(), position, i, a, b);
+      u16* pool = head.is_k ? keys : values;
+      store_pair(pool + page_row(block_table[position / kPageTokens], head.kv_head(), position % kPageTokens), position, i, a, b);
     }
   }
 }

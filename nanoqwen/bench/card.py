@@ -1,4 +1,4 @@
-"""What only a card can be asked, and only from inside its engine: device time, launches one by one, the greedy token.
+"""What only a card can be asked, and only from inside its engine: device time, and launches one by one.
 
 These functions look behind the Engine contract on purpose (the list of launches, the graphs, the stream): a benchmark of
 kernels has to. Nothing else does. ``cupy`` is imported where it is used, so this file can be imported anywhere.
@@ -7,12 +7,11 @@ kernels has to. Nothing else does. ``cupy`` is imported where it is used, so thi
 from __future__ import annotations
 
 import time
-
-import numpy as np
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from nanoqwen.config import Dims
 from nanoqwen.engines.base import Engine
-from nanoqwen.errors import NonFiniteError
 
 
 def current(device: str | None):
@@ -22,21 +21,11 @@ def current(device: str | None):
     return cupy.cuda.Device(_index(device))
 
 
-def greedy_step(engine: Engine, token: int) -> int:
-    """One decode step whose next token is chosen on the card: 4 bytes come back, not the logits."""
-    engine.step(token)
-    following = int(engine._buffers.step[3].get(stream=engine._stream))
-    if following < 0:
-        raise NonFiniteError("the logits are not finite; run with --engine cpu to learn the layer")
-    engine._tokens.append(token)
-    return following
-
-
 def compile_all(dims: Dims, group: int, device: str | None) -> tuple[float, str]:
     """(seconds, "compiled" or "from the cache") for every kernel of the model."""
     import cupy
 
-    from nanoqwen.cuda.compile import compile_source, kernel_sources
+    from nanoqwen.cuda import compile as compiler
     from nanoqwen.cuda.constants import LaunchShape, constants_header
     from nanoqwen.engines.hopper import kernel_cache
 
@@ -45,11 +34,11 @@ def compile_all(dims: Dims, group: int, device: str | None) -> tuple[float, str]
     header = constants_header(dims, group, LaunchShape(sms))
     held = set(cache.glob("*.log")) if cache else set()
     started = time.perf_counter()
-    for source in kernel_sources():
-        compile_source(source, header, cache)
+    compiler.compile_all(header, cache)
     seconds = time.perf_counter() - started
-    fresh = len(set(cache.glob("*.log")) - held) if cache else len(kernel_sources())
-    return seconds, f"{fresh} of {len(kernel_sources())} sources compiled" if fresh else "all from the cache"
+    total = len(compiler.kernel_sources())
+    fresh = len(set(cache.glob("*.log")) - held) if cache else total
+    return seconds, f"{fresh} of {total} sources compiled" if fresh else "all from the cache"
 
 
 def capture_seconds(engine: Engine) -> float | None:
@@ -62,17 +51,18 @@ def capture_seconds(engine: Engine) -> float | None:
     return time.perf_counter() - started
 
 
-def chained_ms(engine: Engine, token: int, replays: int, runs: int) -> list[float]:
-    """Device milliseconds of one step: ``replays`` of the graph back to back, between two CUDA events, without the host in between.
+def chained_ms(engine: Engine, token: int, steps: int, runs: int) -> list[float]:
+    """Device milliseconds of one step: ``steps`` of them between two CUDA events, each launched before the one before it has finished.
 
-    The position stays the engine's: each replay decodes the same token at the same place, so it reads the same bytes. Position
-    must not begin a page. The cache is as before, because the position after it has not moved.
+    They are decode steps like any other, from the engine's position on, pages opened on the way. The cache is as before afterwards.
     """
     import cupy
 
-    engine._buffers.step.set(np.array([token, engine.position, 0, -1], dtype=np.int32), stream=engine._stream)
-    graph = engine._graphs[False]
-    return [ms / replays for ms in _timed(engine, lambda: [graph.launch(engine._stream) for _ in range(replays)], runs, cupy)]
+    steps = min(steps, engine.context_limit - engine.position)
+    try:
+        return [ms / steps for ms in _timed(engine, lambda: engine.run_ahead(token, steps), runs, cupy)]
+    finally:
+        engine.drop_ahead()
 
 
 def gemv_graph_us(engine: Engine, name: str, rounds: int, runs: int) -> list[float]:
@@ -92,17 +82,18 @@ def gemv_bytes(engine: Engine) -> dict[str, tuple[int, int, int]]:
 
 
 def region_ms(engine: Engine, token: int, steps: int) -> dict[str, float]:
-    """Device milliseconds of each region in one eager step, between CUDA events around every launch; mean over ``steps``.
+    """Device milliseconds of each region in one eager step, between CUDA events around every launch; mean over ``steps``. The step is always
+    the one at the engine's position, which must not begin a page; the cache is as before, because the position has not moved.
 
     The events keep a kernel from starting while the one before it drains, so the sum is above the step's own time.
     """
     import cupy
 
-    engine._buffers.step.set(np.array([token, engine.position, 0, -1], dtype=np.int32), stream=engine._stream)
     launches = engine._launches[False]
     events = [cupy.cuda.Event() for _ in range(len(launches) + 1)]
     totals: dict[str, float] = {}
     for step in range(steps + 1):
+        engine._place(token, engine.position)  # the step moves on by itself
         events[0].record(engine._stream)
         for launch, event in zip(launches, events[1:]):
             launch(engine._stream)
@@ -112,6 +103,97 @@ def region_ms(engine: Engine, token: int, steps: int) -> dict[str, float]:
             if step:  # the first one warms up
                 totals[launch.region] = totals.get(launch.region, 0.0) + cupy.cuda.get_elapsed_time(before, after) / steps
     return totals
+
+
+def wall_ms(engine: Engine, work: Callable[[], object], steps: int, runs: int, to_end: bool = True) -> list[float]:
+    """Wall-clock milliseconds of a step: ``work`` makes ``steps`` of them, from an idle card until it is idle again, or with ``to_end=False``
+    until the host is free. After each of the ``runs`` (and the one that warms up) the cache is as before."""
+    samples = []
+    for _ in range(runs + 1):
+        engine._stream.synchronize()
+        started = time.perf_counter()
+        work()
+        if to_end:
+            engine._stream.synchronize()
+        samples.append((time.perf_counter() - started) * 1e3 / steps)
+        engine.drop_ahead()
+    engine._stream.synchronize()
+    return samples[1:]
+
+
+def patched_ahead(engine: Engine, token: int, steps: int) -> None:
+    """Enqueue ``steps`` steps whose scalars the host writes, without a wait in between: as if it knew each token in advance."""
+    for position in range(engine.position, engine.position + steps):
+        engine._place(token, position)
+        engine._launch(position)
+
+
+def made_anew(engine: Engine, token: int, steps: int) -> None:
+    """Enqueue ``steps`` steps that follow each other, by a program that keeps nothing: it makes every ``Launch`` of every token again."""
+    from nanoqwen.engines import hopper
+
+    engine._place(token, engine.position)
+    for position in range(engine.position, engine.position + steps):
+        engine._hold(position + 1)
+        opens = position % engine._kv.page_tokens == 0
+        for launch in hopper.decode_launches(engine._kernels, engine._weights, engine._buffers, engine._pages.pool, engine._shape, opens_page=opens):
+            launch(engine._stream)
+
+
+@contextmanager
+def changed_launches(engine: Engine, change: Callable) -> Iterator[None]:
+    """Inside, each kernel of a greedy step is launched as ``change(launch)``, a function of the stream; a graph engine captures that anew."""
+    engine._stream.synchronize()
+    try:
+        engine._launches = {opens: [change(launch) for launch in step] for opens, step in engine._launches.items()}
+        engine._graphs = engine._captured(engine._launches)
+        yield
+    finally:
+        engine._stream.synchronize()
+        engine._make_launches()
+
+
+def waiting(launch) -> Callable:
+    """``launch`` by a host that waits for the kernel."""
+
+    def call(stream) -> None:
+        launch(stream)
+        stream.synchronize()
+
+    return call
+
+
+def allocating(launch, nbytes: int = 1 << 20) -> Callable:
+    """``launch`` by a program that asks the driver for memory before each kernel and gives it back behind it (which waits for the card)."""
+    import cupy
+
+    def call(stream) -> None:
+        pointer = cupy.cuda.runtime.malloc(nbytes)
+        launch(stream)
+        stream.synchronize()
+        cupy.cuda.runtime.free(pointer)
+
+    return call
+
+
+def page_ahead(engine: Engine) -> Callable[[int, int], None]:
+    """A graph of all steps of one page, the one that opens it first; ``page_ahead(engine)(token, pages)`` enqueues so many pages of steps from
+    the engine's position on, which must begin a page."""
+    page_tokens = engine._kv.page_tokens
+    graph = engine._capture(engine._launches[True] + engine._launches[False] * (page_tokens - 1))
+
+    def ahead(token: int, pages: int) -> None:
+        engine._place(token, engine.position)
+        for page in range(pages):
+            engine._hold(engine.position + (page + 1) * page_tokens)
+            graph.launch(engine._stream)
+
+    return ahead
+
+
+def launches_of(engine: Engine, opens_page: bool = False) -> list[tuple[str, str]]:
+    """(kernel, region) of every launch of a greedy step, in order."""
+    return [(launch.name, launch.region) for launch in engine._launches[opens_page]]
 
 
 def device_facts(device: str | None) -> tuple[dict, dict[str, str]]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from nanoqwen.bench.ceiling import Ceiling
-from nanoqwen.bench.e2e import stepper
+from nanoqwen.bench.e2e import greedy
 from nanoqwen.bench.protocol import Protocol, mbu, prompt_ids, spread
 from nanoqwen.engines.base import Engine
 
@@ -29,7 +29,7 @@ def measure(engine: Engine, protocol: Protocol, ceiling: Ceiling, progress=None,
     and again from the same depth; the warm-up runs are the first ones at the first depth."""
     chosen = usable_depths(engine.context_limit, protocol, depths)
     ids = prompt_ids(engine.dims.vocab, chosen[-1], protocol.seed)
-    step = stepper(engine)
+    chooser = greedy(engine)
     engine.reset()
     results, samples = {}, {}
     for index, depth in enumerate(chosen):
@@ -37,9 +37,9 @@ def measure(engine: Engine, protocol: Protocol, ceiling: Ceiling, progress=None,
         runs = []
         warmup = protocol.warmup if index == 0 else 1
         for k in range(warmup + protocol.runs):
-            token, started = ids[depth - 1], time.perf_counter()
-            for _ in range(protocol.gen_tokens):
-                token = step(token)
+            started = time.perf_counter()
+            for _ in engine.stream(ids[depth - 1], protocol.gen_tokens, chooser):
+                pass
             if k >= warmup:
                 runs.append((time.perf_counter() - started) * 1e3 / protocol.gen_tokens)
             engine.rewind(depth)

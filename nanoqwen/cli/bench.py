@@ -155,8 +155,9 @@ def table(report):
         yield ""
         yield f"{name} {peer['build']}, {peer['model']}, {peer['bits_per_weight']:.2f} bits a weight, KV cache {peer['kv_type']}, {peer['backend']}"
         yield from columns([
-            ("prompt", f"{peer['ttft_ms']:,.2f} ms"),
-            ("decode", f"{peer['itl_ms']:,.3f} ms a token, {peer['tokens_per_s']:,.1f} tok/s" + (f", {peer['mbu']:.1%} of the ceiling" if peer["mbu"] else "")),
+            ("prompt", f"{peer['ttft_ms']:,.2f} ms {_range(peer['spread']['ttft_ms'], 2)}"),
+            ("decode", f"{peer['itl_ms']:,.3f} ms a token {_range(peer['spread']['itl_ms'], 3)}, {peer['tokens_per_s']:,.1f} tok/s, behind {peer['depth']:,} tokens"),
+            ("read", f"{human_bytes(peer['bytes_per_token'])} a token = {peer['mbu']:.1%} of the ceiling" if peer["mbu"] else peer.get("mbu_note", "no share: there is no ceiling")),
             *(("differs", text) for text in peer["deviations"]),
         ])
 
@@ -185,6 +186,8 @@ def _e2e(name: str, r: dict, p: dict):
                    f"at a context of {p['prompt_tokens']:,} to {p['prompt_tokens'] + p['gen_tokens']:,} tokens"),
         ("read", f"{human_bytes(r['bytes_per_token'])} of packed model and cache a token{share}"),
     ]
+    if "itl_unchained_ms" in r:
+        rows.append(("one by one", f"{r['itl_unchained_ms']:,.3f} ms a token when the host writes each step's scalars and waits for its id"))
     if "itl_with_logits_ms" in r:
         rows.append(("with logits", f"{r['itl_with_logits_ms']:,.3f} ms a token when all logits are copied to the host"))
     if "device_chained_ms" in r:

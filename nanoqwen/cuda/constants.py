@@ -15,44 +15,78 @@ from nanoqwen.errors import InputError
 TILE_ROWS = 16
 
 
+#: Blocks that one bulk copy of the streaming GEMV brings.
+BUNDLE = 4
+#: Dynamic shared memory of a streaming GEMV's CTA, in bytes: at least this much, more than half of an SM's 228 KiB, so that there is
+#: never more than one of them on an SM ...
+STREAM_LEAST = 116 * 1024
+#: ... at most this much where a CTA of paged_attention (72 KiB for heads of 128) shall fit beside it, and else this much.
+STREAM_BESIDE, STREAM_MOST = 148 * 1024, 220 * 1024
+#: Columns of one slice of the FP16 head, and bytes of one of its blocks and of its part of x (kernels/decode/lm_head.cu).
+HEAD_SLICE, HEAD_BLOCK, HEAD_RECORD = 32, 1024, 128
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A streaming GEMV as launched: ``grid`` CTAs, ``parts`` that the reader adds, ``stages`` of each warp's ring, ``shared`` bytes."""
+
+    grid: int
+    parts: int
+    stages: int
+    shared: int
+
+
 @dataclass(frozen=True)
 class LaunchShape:
     """How the kernels are spread over a card.
 
-    ``sms`` streaming multiprocessors; the GEMV runs ``gemv_ctas_per_sm`` CTAs of ``gemv_warps`` warps on each
-    and keeps ``gemv_prefetch`` blocks of 1 KiB a warp in flight; attention is split ``attention_splits`` ways a KV head.
+    ``sms`` streaming multiprocessors; the GEMV runs one CTA of ``gemv_warps`` warps on each, whose rings take as many bundles as its
+    share of shared memory allows. Attention is split ``attention_splits`` ways a KV head.
     """
 
     sms: int
-    gemv_warps: int = 8
-    gemv_ctas_per_sm: int = 4
-    gemv_prefetch: int = 2
-    attention_splits: int = 32
+    gemv_warps: int = 16
 
-    @property
-    def gemv_ctas(self) -> int:
-        """CTAs of a full grid."""
-        return self.sms * self.gemv_ctas_per_sm
+    def attention_splits(self, kv_heads: int) -> int:
+        """Splits of the sequence for each of ``kv_heads``: as many as give every SM one CTA."""
+        return max(1, self.sms // kv_heads)
 
-    def stream(self, rows: int, slices: int) -> tuple[int, int]:
-        """(grid, parts) of a streaming GEMV over ``rows`` rows cut into ``slices``: StreamShape in kernels/common/stream_gemv.cuh."""
-        total = padded_rows(rows) // TILE_ROWS * slices
-        grid = max(1, min(self.gemv_ctas, total // self.gemv_warps))
-        return grid, -(-(slices - 1) // (total // grid)) + 1
+    def stream(self, rows: int, slices: int, block_bytes: int, record: int, most_shared: int) -> Stream:
+        """A GEMV over ``rows`` rows cut into ``slices`` blocks of ``block_bytes``, with ``record`` bytes of x a slice, in ``most_shared`` bytes.
+
+        The same arithmetic as StreamShape in kernels/common/stream_gemv.cuh, which compares.
+        """
+        warps = self.gemv_warps
+        bundles = -(-(padded_rows(rows) // TILE_ROWS * slices) // BUNDLE)
+        grid = min(self.sms, bundles)
+        fewest, most = bundles // grid * BUNDLE, -(-bundles // grid) * BUNDLE
+        warp_fewest = bundles // grid // warps * BUNDLE
+        slots = min(warps, -(-(slices - 1) // warp_fewest) + 1) if warp_fewest else warps
+        fixed = slices * record + ((most // slices + 2) * slots * TILE_ROWS + 32) * 4 + 8
+        stage = warps * (BUNDLE * block_bytes + 8)
+        stages = max(1, min((most_shared - fixed) // stage, -(-(most // BUNDLE) // warps)))
+        return Stream(grid, -(-(slices - 1) // fewest) + 1, stages, max(STREAM_LEAST, fixed + stages * stage))
 
 
-#: Columns of one slice of the FP16 head (kernels/decode/lm_head.cu).
-HEAD_SLICE = 32
+def int4_block_bytes(group: int) -> int:
+    """Bytes of 16 rows x one group: codes and scales (kernels/decode/gemv_int4.cu)."""
+    return TILE_ROWS * (group // 2 + 2)
 
 
-def streams(dims: Dims, group: int, shape: LaunchShape) -> dict[str, tuple[int, int]]:
-    """(grid, parts) of every streamed matrix: qkv, o, gate_up, down, head."""
+def record_bytes(group: int) -> int:
+    """Bytes of one group of activations as fixed-point digits (kernels/common/activations.cuh)."""
+    return 2 * group + 16
+
+
+def streams(dims: Dims, group: int, shape: LaunchShape) -> dict[str, Stream]:
+    """Every streamed matrix: qkv, o, gate_up, down, head."""
+    block, record = int4_block_bytes(group), record_bytes(group)
     return {
-        "qkv": shape.stream(dims.q_size + 2 * dims.kv_size, dims.hidden // group),
-        "o": shape.stream(dims.hidden, dims.q_size // group),
-        "gate_up": shape.stream(2 * dims.intermediate, dims.hidden // group),
-        "down": shape.stream(dims.hidden, dims.intermediate // group),
-        "head": shape.stream(dims.vocab, dims.hidden // HEAD_SLICE),
+        "qkv": shape.stream(dims.q_size + 2 * dims.kv_size, dims.hidden // group, block, record, STREAM_BESIDE),
+        "o": shape.stream(dims.hidden, dims.q_size // group, block, record, STREAM_BESIDE),
+        "gate_up": shape.stream(2 * dims.intermediate, dims.hidden // group, block, record, STREAM_MOST),
+        "down": shape.stream(dims.hidden, dims.intermediate // group, block, record, STREAM_MOST),
+        "head": shape.stream(dims.vocab, dims.hidden // HEAD_SLICE, HEAD_BLOCK, HEAD_RECORD, STREAM_MOST),
     }
 
 
@@ -62,8 +96,9 @@ def padded_rows(rows: int) -> int:
 
 
 def row_threads(dims: Dims) -> int:
-    """Threads of the one-CTA kernels over the hidden vector: four values each, whole warps, at most 1024."""
-    return min(1024, -(-dims.hidden // 128) * 32)
+    """Threads of the one-CTA kernels over the hidden vector: whole warps, at most 512, four values at a time and as even as can be."""
+    pieces = -(-dims.hidden // (4 * 512))
+    return -(-dims.hidden // (4 * pieces * 32)) * 32
 
 
 def check_supported(dims: Dims, group: int) -> None:
@@ -99,12 +134,11 @@ def constants_header(dims: Dims, group: int, shape: LaunchShape) -> str:
         "kRowThreads": row_threads(dims),
         "kTiedHead": int(dims.tied),
         "kGemvWarps": shape.gemv_warps,
-        "kGemvCtasPerSm": shape.gemv_ctas_per_sm,
-        "kGemvCtas": shape.gemv_ctas,
-        "kGemvPrefetch": shape.gemv_prefetch,
+        "kGemvCtas": shape.sms,
     }
-    names = {"qkv": "kQkvParts", "o": "kOParts", "gate_up": "kGateUpParts", "down": "kDownParts", "head": "kHeadParts"}
-    values |= {names[name]: parts for name, (_, parts) in streams(dims, group, shape).items()}
+    names = {"qkv": "kQkv", "o": "kO", "gate_up": "kGateUp", "down": "kDown", "head": "kHead"}
+    for name, stream in streams(dims, group, shape).items():
+        values |= {f"{names[name]}Parts": stream.parts, f"{names[name]}Stages": stream.stages, f"{names[name]}Shared": stream.shared}
     lines = [f"constexpr int {name} = {value};" for name, value in values.items()]
     lines.append(f"constexpr float kRmsEps = {dims.rms_eps!r}f;" if "e" in repr(dims.rms_eps) or "." in repr(dims.rms_eps) else f"constexpr float kRmsEps = {dims.rms_eps}.0f;")
     body = "\n".join(lines)

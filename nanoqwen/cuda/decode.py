@@ -1,7 +1,8 @@
 """One decode step as a list of launches, and the buffers that they share.
 
 The same list serves the eager engine, which launches it from Python, and the graph engine, which captures it. Every
-argument is fixed; token, position and page are read from device memory (kernels/common/step.cuh).
+argument is fixed; token and position are read from device memory, and a step leaves there what the next one needs
+(kernels/common/step.cuh).
 """
 
 from __future__ import annotations
@@ -12,16 +13,17 @@ import cupy
 import numpy as np
 
 from nanoqwen.config import Dims, load_settings
-from nanoqwen.cuda.constants import LaunchShape, padded_rows, row_threads, streams
+from nanoqwen.cuda.choice import SAMPLE_CTAS, SAMPLE_THREADS, sample_shared_bytes
+from nanoqwen.cuda.constants import LaunchShape, padded_rows, record_bytes, row_threads, streams
 from nanoqwen.cuda.launch import Kernels, Launch
 from nanoqwen.cuda.weights import DeviceModel, Int4Matrix
 
 #: The regions of one token's latency, in order; ``kernel_gap`` is what the host adds around the kernels.
 REGIONS = (
-    "embed", "rmsnorm", "qkv_gemv", "append_tail_kv", "paged_attention", "o_proj", "gate_up_gemv", "swiglu_down", "lm_head", "argmax", "kernel_gap",
+    "embed", "qkv_gemv", "append_tail_kv", "paged_attention", "o_proj", "gate_up_gemv", "swiglu_down", "final_norm", "lm_head", "argmax", "kernel_gap",
 )  # fmt: skip
 
-CONSUMERS, STAGES = 6, 3  # kernels/decode/paged_attention.cu
+CONSUMERS, STAGES, STAGE_PAGES = 6, 3, 3  # kernels/decode/paged_attention.cu
 ARGMAX_CTAS = 132
 
 
@@ -31,10 +33,16 @@ class DecodeBuffers:
 
     def __init__(self, dims: Dims, group: int, shape: LaunchShape, max_pages: int) -> None:
         f32, rows = np.float32, padded_rows
-        self.step = cupy.zeros(4, dtype=np.int32)  # token, position, page, next token
+        self.step = cupy.zeros(3, dtype=np.int32)  # token, position, next token
+        tokens = max_pages * load_settings().kv.page_tokens
+        self.told = np.frombuffer(cupy.cuda.alloc_pinned_memory(4 * tokens), dtype=np.int32, count=tokens)  # the host's memory; the card writes to it
+        self.random = cupy.zeros(tokens, dtype=np.uint64)  # a draw's number at the position that it is made at
+        self.rule = cupy.zeros(3, dtype=np.float64)
+        self.allowed = cupy.zeros(-(-rows(dims.vocab) // 32), dtype=np.uint32)
         self.block_table = cupy.zeros(max_pages, dtype=np.int32)
-        self.residual = cupy.zeros(dims.hidden, dtype=f32)
-        parts = {name: count for name, (_, count) in streams(dims, group, shape).items()}
+        self.residual = cupy.zeros(dims.hidden, dtype=f32)  # before attention
+        self.residual_mid = cupy.zeros(dims.hidden, dtype=f32)  # between attention and MLP
+        parts = {name: stream.parts for name, stream in streams(dims, group, shape).items()}
         self.qkv = cupy.zeros((parts["qkv"], rows(dims.q_size + 2 * dims.kv_size)), dtype=f32)
         self.o = cupy.zeros((parts["o"], rows(dims.hidden)), dtype=f32)
         self.gate_up = cupy.zeros((parts["gate_up"], rows(2 * dims.intermediate)), dtype=f32)
@@ -43,13 +51,13 @@ class DecodeBuffers:
         self.logits = cupy.zeros(rows(dims.vocab), dtype=f32)
         self.q = cupy.zeros((dims.num_heads, dims.head_dim), dtype=f32)
         widest = max(dims.hidden, dims.q_size, dims.intermediate)
-        record = 2 * group + 16  # kernels/common/activations.cuh
-        self.x = cupy.zeros(-(-widest // group) * record, dtype=np.uint8)
+        self.x = cupy.zeros(-(-widest // group) * record_bytes(group), dtype=np.uint8)
         self.inner = cupy.zeros_like(self.x)
         self.halves = cupy.zeros((2, dims.hidden), dtype=np.float16)
-        self.sums = cupy.zeros((shape.attention_splits, dims.num_heads, dims.head_dim), dtype=f32)
-        self.maxima = cupy.zeros((shape.attention_splits, dims.num_heads), dtype=f32)
-        self.denominators = cupy.zeros((shape.attention_splits, dims.num_heads), dtype=f32)
+        splits = shape.attention_splits(dims.num_kv_heads)
+        self.sums = cupy.zeros((splits, dims.num_heads, dims.head_dim), dtype=f32)
+        self.maxima = cupy.zeros((splits, dims.num_heads), dtype=f32)
+        self.denominators = cupy.zeros((splits, dims.num_heads), dtype=f32)
         self.candidates = cupy.zeros((ARGMAX_CTAS, 2), dtype=f32)
         self.arrived = cupy.zeros(1, dtype=np.uint32)
         self.rope = cupy.asarray(rope_table(dims))
@@ -66,8 +74,8 @@ def rope_table(dims: Dims) -> np.ndarray:
 def attention_shared_bytes(dims: Dims) -> int:
     """Dynamic shared memory of paged_attention: the ring of pages (or the joined results, if larger) and its barriers."""
     slice_bytes = load_settings().kv.page_tokens * dims.head_dim * load_settings().kv.value_bytes
-    ring = STAGES * CONSUMERS * 2 * slice_bytes
-    joined = CONSUMERS * 8 * (dims.head_dim + 2) * 4
+    ring = STAGES * STAGE_PAGES * 2 * slice_bytes
+    joined = STAGE_PAGES * 8 * (dims.head_dim + 2) * 4
     return max(ring, joined) + 2 * STAGES * 8
 
 
@@ -76,18 +84,23 @@ def part_count(parts: cupy.ndarray | None) -> ctypes.c_int:
     return ctypes.c_int(0 if parts is None else parts.shape[0])
 
 
-def decode_launches(kernels: Kernels, weights: DeviceModel, buffers: DecodeBuffers, pool: cupy.ndarray, shape: LaunchShape, *, opens_page: bool) -> list[Launch]:
-    """The launches of one token, in order. ``pool`` is float16 [layers, 2, pages, page]; ``opens_page`` adds page_open in front."""
+def decode_launches(kernels: Kernels, weights: DeviceModel, buffers: DecodeBuffers, pool: cupy.ndarray, shape: LaunchShape, *, opens_page: bool, draws: bool = False) -> list[Launch]:
+    """The launches of one token, in order. ``pool`` is float16 [layers, 2, pages, page]; ``opens_page`` adds page_open in front,
+    ``draws`` sample at the end."""
     dims, b = weights.dims, buffers
     rows = row_threads(dims)
-    grids = {name: grid for name, (grid, _) in streams(dims, weights.group, shape).items()}
+    layout, splits = streams(dims, weights.group, shape), shape.attention_splits(dims.num_kv_heads)
     out: list[Launch] = []
 
     def add(name: str, grid: tuple[int, ...], threads: int, args: list, region: str = "", shared: int = 0) -> None:
-        out.append(Launch(kernels, name, grid, threads, args, region=region, shared=shared))
+        # The first kernel waits for the whole step before it. So the others may read the step's scalars, the block table and finished
+        # pages ahead of their own wait.
+        out.append(Launch(kernels, name, grid, threads, args, region=region, shared=shared, overlap=bool(out)))
 
-    def gemv(name: str, matrix: Int4Matrix, x: cupy.ndarray, parts: cupy.ndarray, region: str) -> None:
-        add(name, (grids[name.removeprefix("gemv_")],), 32 * shape.gemv_warps, [matrix.codes, matrix.scales, x, parts], region)
+    def gemv(name: str, matrix: Int4Matrix, x: list, parts: cupy.ndarray, region: str) -> None:
+        stream = layout[name.removeprefix("gemv_")]
+        kernels.allow_shared(name, stream.shared)
+        add(name, (stream.grid,), 32 * shape.gemv_warps, [matrix.bundles, *x, parts], region, stream.shared)
 
     shared = attention_shared_bytes(dims)
     kernels.allow_shared("paged_attention", shared)
@@ -97,8 +110,8 @@ def decode_launches(kernels: Kernels, weights: DeviceModel, buffers: DecodeBuffe
     add("embed", (1,), rows, [weights.embedding, b.step, b.residual])
     previous = None
     for i, layer in enumerate(weights.layers):
-        add("rmsnorm", (1,), rows, [b.residual, previous, part_count(previous), layer.input_norm, b.x])
-        gemv("gemv_qkv", layer.qkv, b.x, b.qkv, "qkv_gemv")
+        normed = [b.residual, previous, part_count(previous), layer.input_norm, b.residual_mid]
+        gemv("gemv_qkv", layer.qkv, normed, b.qkv, "qkv_gemv")
         keys, values = pool[i, 0], pool[i, 1]
         heads = dims.num_heads + 2 * dims.num_kv_heads
         add(
@@ -106,27 +119,34 @@ def decode_launches(kernels: Kernels, weights: DeviceModel, buffers: DecodeBuffe
             [b.qkv, layer.q_bias, layer.k_bias, layer.v_bias, b.rope, b.step, b.block_table, keys, values, b.q], "append_tail_kv",
         )  # fmt: skip
         add(
-            "paged_attention", (dims.num_kv_heads, shape.attention_splits), 32 * (1 + CONSUMERS),
+            "paged_attention", (dims.num_kv_heads, splits), 32 * (1 + CONSUMERS),
             [b.q, keys, values, b.block_table, b.step, b.sums, b.maxima, b.denominators], "paged_attention", shared,
         )  # fmt: skip
-        splits = ctypes.c_int(shape.attention_splits)
-        add("attention_combine", (-(-dims.q_size // 128),), 32, [b.sums, b.maxima, b.denominators, b.step, splits, b.x], "paged_attention")
-        gemv("gemv_o", layer.o, b.x, b.o, "o_proj")
-        add("rmsnorm", (1,), rows, [b.residual, b.o, part_count(b.o), layer.post_norm, b.x])
-        gemv("gemv_gate_up", layer.gate_up, b.x, b.gate_up, "gate_up_gemv")
+        add("attention_combine", (-(-dims.q_size // 128),), 32, [b.sums, b.maxima, b.denominators, b.step, ctypes.c_int(splits), b.x], "paged_attention")
+        gemv("gemv_o", layer.o, [b.x], b.o, "o_proj")
+        normed = [b.residual_mid, b.o, part_count(b.o), layer.post_norm, b.residual]
+        gemv("gemv_gate_up", layer.gate_up, normed, b.gate_up, "gate_up_gemv")
         add("swiglu", (-(-dims.intermediate // 1024),), 256, [b.gate_up, b.inner], "swiglu_down")
-        gemv("gemv_down", layer.down, b.inner, b.down, "swiglu_down")
+        gemv("gemv_down", layer.down, [b.inner], b.down, "swiglu_down")
         previous = b.down
-    return out + head_launches(kernels, weights, buffers, shape, previous)
+    return out + head_launches(kernels, weights, buffers, shape, previous, draws=draws)
 
 
-def head_launches(kernels: Kernels, weights: DeviceModel, buffers: DecodeBuffers, shape: LaunchShape, parts: cupy.ndarray | None) -> list[Launch]:
-    """From the residual (plus ``parts``, if any) to logits and the greedy token: the end of a decode step and of a prefill."""
+def head_launches(kernels: Kernels, weights: DeviceModel, buffers: DecodeBuffers, shape: LaunchShape, parts: cupy.ndarray | None, *, draws: bool = False) -> list[Launch]:
+    """From the residual (plus ``parts``, if any) to logits and the next token: the end of a decode step and of a prefill. The token is the
+    largest logit's, or with ``draws`` one that ``sample`` draws; whichever kernel chooses writes the next step's scalars."""
     b, threads = buffers, 32 * shape.gemv_warps
-    grid = (streams(weights.dims, weights.group, shape)["head"][0],)
-    entries = ctypes.c_int(weights.entries)
-    return [
-        Launch(kernels, "final_norm", (1,), row_threads(weights.dims), [b.residual, parts, part_count(parts), weights.final_norm, b.halves], region="rmsnorm"),
-        Launch(kernels, "lm_head", grid, threads, [weights.head, b.halves, b.logit_parts]),
-        Launch(kernels, "argmax", (ARGMAX_CTAS,), 256, [b.logit_parts, b.logits, entries, b.candidates, b.arrived, b.step]),
+    stream = streams(weights.dims, weights.group, shape)["head"]
+    kernels.allow_shared("lm_head", stream.shared)
+    told, chooses = ctypes.c_uint64(b.told.ctypes.data), ctypes.c_int(not draws)
+    out = [
+        Launch(kernels, "final_norm", (1,), row_threads(weights.dims), [b.residual, parts, part_count(parts), weights.final_norm, b.halves]),
+        Launch(kernels, "lm_head", (stream.grid,), threads, [weights.head, b.halves, b.logit_parts], shared=stream.shared),
+        Launch(kernels, "argmax", (ARGMAX_CTAS,), 256, [b.logit_parts, b.logits, b.allowed, b.candidates, b.arrived, b.step, told, chooses]),
     ]
+    if draws:
+        shared = sample_shared_bytes(weights.dims.vocab)
+        kernels.allow_shared("sample", shared)
+        args = [b.logits, b.allowed, b.rule, b.random, b.step, told]
+        out.append(Launch(kernels, "sample", (SAMPLE_CTAS,), SAMPLE_THREADS, args, region="argmax", shared=shared))
+    return out

@@ -43,10 +43,10 @@ def weight_bytes(dims: Dims, group: int) -> int:
 
 def workspace_bytes(dims: Dims, group: int, shape: LaunchShape, context: int, chunk: int) -> int:
     """Activations and partial sums of a decode step, RoPE table, and the prefill of ``chunk`` tokens at a time."""
-    parts = {name: count for name, (_, count) in streams(dims, group, shape).items()}
+    parts = {name: stream.parts for name, stream in streams(dims, group, shape).items()}
     rows = {"qkv": dims.q_size + 2 * dims.kv_size, "o": dims.hidden, "gate_up": 2 * dims.intermediate, "down": dims.hidden, "head": dims.vocab}
     decode = 4 * (sum(parts[name] * padded_rows(n) for name, n in rows.items()) + padded_rows(dims.vocab))
-    attention = 4 * shape.attention_splits * dims.num_heads * (dims.head_dim + 2)
+    attention = 4 * shape.attention_splits(dims.num_kv_heads) * dims.num_heads * (dims.head_dim + 2)
     rope = 8 * dims.max_position * (dims.head_dim // 2)
     widest_matrix = 2 * max(s.rows * s.cols * (2 if "gate" in s.name else 1) for s in model.block_schema(dims, 0) if s.int4)
     products = max(rows["qkv"], 2 * dims.intermediate)

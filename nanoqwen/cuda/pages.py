@@ -39,22 +39,24 @@ class DevicePages:
         pool = self._arrays.empty(shape, dtype=np.float16)
         if self.pool is not None:
             pool[:, :, : self.pool.shape[2]] = self.pool
+        self.pool = pool  # first: an interruption here must not leave page numbers that the pool does not have
         self.allocator.grow(pages - self.allocator.num_pages)
-        self.pool = pool
 
     def ensure(self, tokens: int) -> tuple[list[int], bool]:
         """Hold pages for ``tokens`` tokens. Returns (pages newly taken, in order; whether the pool moved).
 
-        A page that was taken may hold anything: whoever takes it clears it before attention reads it.
+        A page that was taken may hold anything: whoever takes it clears it before attention reads it. When the pool cannot
+        grow, the error comes before a page is taken.
         """
-        fresh, moved = [], False
-        while len(self.table.pages) < pages_for(tokens, self.spec.page_tokens):
-            if not self.allocator.free_pages:
-                self._grow(min(2 * self.allocator.num_pages * self.spec.page_tokens, self.limit))
-                moved = True
-            fresh.append(self.allocator.alloc())
-            self.table.pages.append(fresh[-1])
-        return fresh, moved
+        missing = pages_for(tokens, self.spec.page_tokens) - len(self.table.pages)
+        short = missing - self.allocator.free_pages
+        if moved := short > 0:
+            pages = max(2 * self.allocator.num_pages, self.allocator.num_pages + short)
+            self._grow(min(pages * self.spec.page_tokens, self.limit))
+        held = len(self.table.pages)
+        for _ in range(missing):
+            self.table.pages.append(self.allocator.alloc())
+        return self.table.pages[held:], moved
 
     def truncate(self, tokens: int) -> None:
         """Give back the pages behind the first ``tokens`` tokens; the last one is handed out next."""
@@ -66,3 +68,10 @@ class DevicePages:
         """Zeros in ``pages`` of every layer: what another sequence left there may be NaN, and 0 * NaN is NaN."""
         if pages:
             self.pool[:, :, pages] = 0
+
+    def clear_tail(self, tokens: int) -> None:
+        """Zeros behind the first ``tokens`` tokens in the page that holds the last of them: rows that were dropped there may be NaN."""
+        page_tokens = self.spec.page_tokens
+        if used := tokens % page_tokens:
+            rows = self.pool.reshape(*self.pool.shape[:3], self.dims.num_kv_heads, page_tokens, self.dims.head_dim)
+            rows[:, :, self.table.pages[tokens // page_tokens], :, used:] = 0

@@ -88,7 +88,7 @@ class Prefill:
         """product[n, rows] = x[n, cols] . W^T, FP16 operands, FP32 result."""
         rows, cols = matrix.rows, matrix.cols
         grid = (-(-rows * (cols // 8) // 256),)
-        self._launch(stream, "dequantise", grid, 256, [matrix.codes, matrix.scales, self._wide, ctypes.c_int(rows), ctypes.c_int(cols)])
+        self._launch(stream, "dequantise", grid, 256, [matrix.bundles, self._wide, ctypes.c_int(rows), ctypes.c_int(cols)])
         handle = cupy.cuda.device.get_cublas_handle()
         cublas.setStream(handle, stream.ptr)
         # cuBLAS is column-major: its (rows x n) result with leading dimension rows is our row-major [n, rows].

@@ -1,12 +1,13 @@
 """A model's weights on the card, from a pack file or from a seed.
 
 Layout on the device: q/k/v stacked to one matrix and gate/up to another, rows padded to whole tiles of 16, and codes, scales
-and the output head re-tiled into the order in which the streaming GEMV reads them (``tile``). The file stays row-major.
+and the output head re-tiled into the order in which the streaming GEMV reads them. The file stays row-major.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import cupy
@@ -14,34 +15,25 @@ import numpy as np
 
 from nanoqwen import model
 from nanoqwen.config import Dims
-from nanoqwen.cuda.constants import HEAD_SLICE, TILE_ROWS, padded_rows
+from nanoqwen.cuda.constants import BUNDLE, HEAD_SLICE, TILE_ROWS, padded_rows
 from nanoqwen.cuda.launch import Kernels, Launch
+from nanoqwen.cuda.staging import Stager
 from nanoqwen.packfile import PackFile, Progress
 from nanoqwen.synthetic import recipe, stream_key
 
 
 @dataclass
 class Int4Matrix:
-    """One streamed projection: ``codes`` uint32 [rows // 16, cols // group, 16, group // 8], ``scales`` float16
-    [rows // 16, cols // group, 16, 1]."""
+    """One streamed projection: ``bundles`` uint32 [bundles, 8 * group + 32], made by ``tile_int4``; ``rows`` with padding, ``cols``."""
 
-    codes: cupy.ndarray
-    scales: cupy.ndarray
-
-    @property
-    def rows(self) -> int:
-        """Output rows, padding included."""
-        return self.codes.shape[0] * TILE_ROWS
-
-    @property
-    def cols(self) -> int:
-        """Input columns."""
-        return self.codes.shape[1] * self.codes.shape[3] * 8
+    bundles: cupy.ndarray
+    rows: int
+    cols: int
 
     @property
     def nbytes(self) -> int:
         """Bytes a token reads of it."""
-        return self.codes.nbytes + self.scales.nbytes
+        return self.bundles.nbytes
 
 
 @dataclass
@@ -82,27 +74,62 @@ class DeviceModel:
 
 
 def tile(matrix: cupy.ndarray, slice_width: int) -> cupy.ndarray:
-    """[rows, cols], rows a multiple of 16 -> [rows // 16, cols // slice_width, 16, slice_width], contiguous.
+    """[rows, cols], rows a multiple of 16 -> blocks [rows // 16 * (cols // slice_width), 16, slice_width], padded with zeros to whole bundles.
 
-    The order in which the streaming GEMV reads: a warp takes 16 rows of one slice at a time. Codes are sliced by group
-    (group / 8 words), scales by 1, the FP16 head by 32.
+    The order in which the streaming GEMV reads: a warp takes 16 rows of one slice at a time (kernels/common/stream_gemv.cuh). Codes are
+    sliced by group (group // 8 words), scales by 1, the FP16 head by 32.
     """
     rows, cols = matrix.shape
-    return cupy.ascontiguousarray(matrix.reshape(rows // TILE_ROWS, TILE_ROWS, cols // slice_width, slice_width).transpose(0, 2, 1, 3))
+    tiles, slices = rows // TILE_ROWS, cols // slice_width
+    out = cupy.zeros((-(-tiles * slices // BUNDLE) * BUNDLE, TILE_ROWS, slice_width), dtype=matrix.dtype)
+    out[: tiles * slices].reshape(tiles, slices, TILE_ROWS, slice_width)[...] = matrix.reshape(tiles, TILE_ROWS, slices, slice_width).transpose(0, 2, 1, 3)
+    return out
+
+
+def tile_int4(codes: cupy.ndarray, scales: cupy.ndarray) -> Int4Matrix:
+    """Codes uint32 [rows, cols // 8] and scales float16 [rows, cols // group] -> bundles of four blocks of 16 rows x one group.
+
+    A bundle holds the codes of its blocks [4][16 rows][group // 8 words] and then their scales [4][g = 0..7][rows g, g + 8], the two
+    rows of a tensor-core lane side by side (kernels/decode/gemv_int4.cu).
+    """
+    per_row = codes.shape[1] // scales.shape[1]
+    words = tile(codes, per_row).reshape(-1, BUNDLE * TILE_ROWS * per_row)
+    pairs = tile(scales, 1).reshape(-1, 2, TILE_ROWS // 2).transpose(0, 2, 1)  # [block][g][row g, row g + 8]
+    bundles = cupy.concatenate((words, cupy.ascontiguousarray(pairs).view(np.uint32).reshape(len(words), -1)), axis=1)
+    return Int4Matrix(bundles, len(codes), codes.shape[1] * 8)
+
+
+def untile_int4(matrix: Int4Matrix, group: int) -> tuple[cupy.ndarray, cupy.ndarray]:
+    """The inverse of ``tile_int4``: (codes uint32 [rows, cols // 8], scales float16 [rows, cols // group])."""
+    per_row, tiles, slices = group // 8, matrix.rows // TILE_ROWS, matrix.cols // group
+    at = BUNDLE * TILE_ROWS * per_row
+    codes = cupy.ascontiguousarray(matrix.bundles[:, :at]).reshape(-1, TILE_ROWS, per_row)[: tiles * slices]
+    pairs = cupy.ascontiguousarray(matrix.bundles[:, at:]).view(np.float16).reshape(-1, TILE_ROWS // 2, 2)[: tiles * slices]
+    scales = pairs.transpose(0, 2, 1).reshape(tiles, slices, TILE_ROWS).transpose(0, 2, 1)
+    return (
+        codes.reshape(tiles, slices, TILE_ROWS, per_row).transpose(0, 2, 1, 3).reshape(matrix.rows, -1),
+        cupy.ascontiguousarray(scales).reshape(matrix.rows, slices),
+    )
 
 
 def upload(pack: PackFile, progress: Progress | None = None) -> DeviceModel:
     """Copy a pack file to the current device."""
-    dims, group = pack.dims, pack.group_size
     total = sum(nbytes for e in pack.tensors.values() for _, nbytes, _ in e.spans)
     done = 0
+    with Stager() as stager:
 
-    def send(array: np.ndarray, out: cupy.ndarray, label: str) -> None:
-        nonlocal done
-        out.set(array)
-        done += array.nbytes
-        if progress:
-            progress(done, total, label)
+        def send(array: np.ndarray, out: cupy.ndarray, label: str) -> None:
+            nonlocal done
+            stager.send(array, out)
+            done += array.nbytes
+            if progress:
+                progress(done, total, label)
+
+        return _read(pack, send)
+
+
+def _read(pack: PackFile, send: Callable[[np.ndarray, cupy.ndarray, str], None]) -> DeviceModel:
+    dims, group = pack.dims, pack.group_size
 
     def fp16(name: str, rows: int | None = None) -> cupy.ndarray:
         values = pack.fp16(name)
@@ -120,7 +147,7 @@ def upload(pack: PackFile, progress: Progress | None = None) -> DeviceModel:
             send(w, codes[at : at + len(w)], name)
             send(s, scales[at : at + len(w)], name)
             at += len(w)
-        return Int4Matrix(tile(codes, group // 8), tile(scales, 1))
+        return tile_int4(codes, scales)
 
     layers = []
     for i in range(dims.num_layers):
@@ -164,7 +191,7 @@ def synthesise(dims: Dims, group: int, kernels: Kernels, seed: int = 0) -> Devic
             key = stream_key(seed, s.name + ".scales")
             _fill(kernels, "fill_values", scales[at : at + s.rows], s.rows * s.cols // group, key, ctypes.c_float(r.size), ctypes.c_float(r.centre))
             at += s.rows
-        return Int4Matrix(tile(codes, group // 8), tile(scales, 1))
+        return tile_int4(codes, scales)
 
     layers = []
     for i in range(dims.num_layers):

@@ -2,14 +2,19 @@
 
 Both hold the same weights, pages and list of launches; they differ in how a step reaches the card. The graph engine
 captures that list twice, once with ``page_open`` in front (at a position that begins a page) and once without, and
-picks by ``position % page_tokens``. Nothing is patched in a graph: token, position and page lie in device memory
-and are written there before the launch.
+picks by ``position % page_tokens``. Nothing is patched in a graph: token and position lie in device memory.
+
+Who writes them there makes two ways to decode. ``step`` has the host write them before each launch: it must know the
+token, so it waits for the step before. In a ``stream`` the last kernel of a step writes them for the next one, and leaves the
+id in the host's memory: the host launches several steps ahead and reads ids as they arrive. It knows the position of
+each of those steps, hence which variant to launch and when a page is due; it need not know a token.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import cupy
@@ -17,6 +22,7 @@ import numpy as np
 
 from nanoqwen import cache as folders
 from nanoqwen.config import load_settings
+from nanoqwen.cuda.choice import allowed_words, rule
 from nanoqwen.cuda.constants import LaunchShape, check_supported, constants_header
 from nanoqwen.cuda.decode import DecodeBuffers, decode_launches, head_launches
 from nanoqwen.cuda.launch import Kernels, Launch
@@ -28,10 +34,23 @@ from nanoqwen.engines.base import Engine
 from nanoqwen.errors import DeviceError, InputError, NonFiniteError
 from nanoqwen.kv import pages_for
 from nanoqwen.packfile import PackFile, Progress
+from nanoqwen.sampling import GREEDY, Sampler
+
+#: Steps of a stream that are launched before the first of them has been read. Two would keep the card busy; the others bridge what a
+#: caller does between two ids (printing, a collection of garbage). All but one are lost when a reply ends.
+AHEAD = 4
+#: Random numbers of a stream that go to the card together.
+DRAWS = 256
 
 
 class HopperEngine(Engine):
-    """Weights, pages and launches of one model on one card. ``name`` is "eager" or "graph"."""
+    """Weights, pages and launches of one model on one card. ``name`` is "eager" or "graph".
+
+    Tokens are chosen on the card: greedy, temperature, top-k, top-p. A repetition penalty, which needs the ids so far, and
+    temperatures outside ``sampling.DEVICE_TEMPERATURES`` are left to the host, at the price of all logits and of working ahead.
+    """
+
+    works_ahead = True
 
     def __init__(self, weights: DeviceModel, *, name: str = "graph", cache: Path | None = None, context_limit: int | None = None, shape: LaunchShape | None = None) -> None:
         check_supported(weights.dims, weights.group)
@@ -47,90 +66,238 @@ class HopperEngine(Engine):
         self._shape = shape or LaunchShape(properties["multiProcessorCount"])
         self._stream = cupy.cuda.Stream(non_blocking=True)  # capture needs a non-blocking one
         self._kernels = Kernels(constants_header(dims, weights.group, self._shape), cache)
-        spec = load_settings().kv
+        self._kv = load_settings().kv
+        self._arrivals = [cupy.cuda.Event(disable_timing=True) for _ in range(AHEAD)]
+        self._told_by: Sampler | None = None  # whose rule lies on the card
         with self._stream:
-            self._buffers = DecodeBuffers(dims, weights.group, self._shape, pages_for(limit, spec.page_tokens))
+            self._buffers = DecodeBuffers(dims, weights.group, self._shape, pages_for(limit, self._kv.page_tokens))
             self._prefiller = Prefill(self._kernels, weights, self._buffers, min(CHUNK, limit))
-            self._head = head_launches(self._kernels, weights, self._buffers, self._shape, None)
-            self._pages = DevicePages(dims, spec, limit, cupy)
+            self._heads = {draws: head_launches(self._kernels, weights, self._buffers, self._shape, None, draws=draws) for draws in (False, True)}
+            self._pages = DevicePages(dims, self._kv, limit, cupy)
+            self._tell(Sampler(GREEDY, weights.entries))
             self._make_launches()
         self._stream.synchronize()
 
+    # ------------------------------------------------------------------------------------------------------- launches
+
     def _make_launches(self) -> None:
-        """The launches of both variants, with page_open in front and without, and their graphs; again whenever the pool moved."""
-        self._launches = {
-            opens: decode_launches(self._kernels, self._weights, self._buffers, self._pages.pool, self._shape, opens_page=opens) for opens in (True, False)
+        """The launches of a greedy step in both variants, with page_open in front and without, and their graphs. Those of a step that
+        draws are made when the first one is asked for; all of them again after the pool moved."""
+        launches = self._variants(draws=False)
+        graphs = self._captured(launches)
+        self._launches, self._graphs, self._drawing = launches, graphs, None
+        self._made_for = self._pages.pool  # last: an interruption before it makes them again
+
+    def _variants(self, draws: bool) -> dict[bool, list[Launch]]:
+        return {
+            opens: decode_launches(self._kernels, self._weights, self._buffers, self._pages.pool, self._shape, opens_page=opens, draws=draws)
+            for opens in (True, False)
         }
-        self._graphs: dict[bool, cupy.cuda.Graph] = {}
-        if self.name == "graph":
-            self._graphs = {opens: self._capture(launches) for opens, launches in self._launches.items()}
+
+    # [capture]
+    def _captured(self, variants: dict[bool, list[Launch]]) -> dict[bool, cupy.cuda.Graph]:
+        return {opens: self._capture(launches) for opens, launches in variants.items()} if self.name == "graph" else {}
 
     def _capture(self, launches: list[Launch]) -> cupy.cuda.Graph:
         self._stream.begin_capture()
-        for launch in launches:
-            launch(self._stream)
+        try:
+            for launch in launches:
+                launch(self._stream)
+        except BaseException:
+            with suppress(Exception):  # a stream that goes on capturing would refuse everything else
+                self._stream.end_capture()
+            raise
         return self._stream.end_capture()
+    # [/capture]
+
+    def _follow_pool(self) -> None:
+        """Make the launches again if the pool moved."""
+        if self._made_for is not self._pages.pool:
+            self._stream.synchronize()  # steps may be under way with the old ones
+            self._make_launches()
+
+    # [launch]
+    def _launch(self, position: int, draws: bool = False) -> None:
+        """Enqueue the step at ``position``, whose scalars lie on the card or will by then; returns at once."""
+        self._hold(position + 1)
+        self._follow_pool()
+        if draws and self._drawing is None:
+            launches = self._variants(draws=True)
+            self._drawing = launches, self._captured(launches)
+        launches, graphs = self._drawing if draws else (self._launches, self._graphs)
+        opens = position % self._kv.page_tokens == 0
+        if graphs:
+            graphs[opens].launch(self._stream)
+        else:
+            for launch in launches[opens]:
+                launch(self._stream)
+    # [/launch]
 
     def _hold(self, tokens: int) -> list[int]:
-        """Pages for ``tokens`` tokens; returns those newly taken."""
-        fresh, moved = self._pages.ensure(tokens)
-        if moved:
-            self._make_launches()
+        """Pages for ``tokens`` tokens, entered in the block table; returns those newly taken."""
+        with self._stream:
+            fresh, _ = self._pages.ensure(tokens)
+        if fresh:
+            held = len(self._pages.table.pages)
+            self._buffers.block_table[held - len(fresh) : held].set(np.array(fresh, dtype=np.int32), stream=self._stream)
         return fresh
 
+    # [place]
+    def _place(self, token: int, position: int) -> None:
+        """Write the scalars of a step: decode ``token`` at ``position``."""
+        self._buffers.step.set(np.array([token, position, -1], dtype=np.int32), stream=self._stream)
+    # [/place]
+
+    # ------------------------------------------------------------------------------------------- one call, one step
+
     def _prefill(self, ids: list[int]) -> np.ndarray:
+        with self._as_before_on_error():
+            self._run_prompt(ids, draws=False)
+            return self._logits(self.position + len(ids) - 1)
+
+    def _prefill_next(self, ids: list[int], chooser: Sampler) -> int:
+        if not chooser.on_device:
+            return super()._prefill_next(ids, chooser)
+        with self._as_before_on_error():
+            at, draws = self.position + len(ids) - 1, self._tell(chooser)
+            self._send_numbers(chooser, at, 1)
+            self._run_prompt(ids, draws)
+            self._stream.synchronize()
+            return self._chosen(at, chooser)
+
+    def _run_prompt(self, ids: list[int], draws: bool) -> None:
         start = self.position
-        try:
-            with self._stream:
-                for i in range(0, len(ids), CHUNK):
-                    chunk, at = ids[i : i + CHUNK], start + i
-                    fresh = self._hold(at + len(chunk))
-                    self._pages.clear(fresh)
-                    if fresh:
-                        held = len(self._pages.table.pages)
-                        self._buffers.block_table[held - len(fresh) : held] = cupy.asarray(fresh, dtype=np.int32)
-                    self._prefiller.run(chunk, at, self._pages.pool, self._stream)
-                for launch in self._head:
-                    launch(self._stream)
-            return self._logits()
-        except BaseException:
-            self._rewind(start)
-            raise
+        with self._stream:
+            for i in range(0, len(ids), CHUNK):
+                chunk, at = ids[i : i + CHUNK], start + i
+                self._pages.clear(self._hold(at + len(chunk)))
+                self._prefiller.run(chunk, at, self._pages.pool, self._stream)
+            self._place(ids[-1], start + len(ids) - 1)
+            for launch in self._heads[draws]:
+                launch(self._stream)
+        self._follow_pool()
 
     def _decode(self, token: int) -> np.ndarray:
-        start = self.position
-        self.step(token)
-        try:
-            return self._logits()
-        except BaseException:
-            self._rewind(start)
-            raise
+        with self._as_before_on_error():
+            self.step(token)
+            return self._logits(self.position)
 
     def step(self, token: int) -> None:
-        """Enqueue one decode step at ``position``; returns at once. The caller reads ``_logits`` or the greedy token."""
-        with self._stream:
-            fresh = self._hold(self.position + 1)
-        opens, page = bool(fresh), fresh[0] if fresh else 0  # page_open writes the block table and clears the page
-        self._buffers.step.set(np.array([token, self.position, page, -1], dtype=np.int32), stream=self._stream)
-        if self._graphs:
-            self._graphs[opens].launch(self._stream)
-        else:
-            for launch in self._launches[opens]:
-                launch(self._stream)
+        """Enqueue one greedy step at ``position`` with scalars that the host writes; returns at once.
 
-    def _logits(self) -> np.ndarray:
+        Nothing is held of it yet. ``decode`` and ``decode_next`` are this and a way to wait.
+        """
+        self._place(token, self.position)
+        self._launch(self.position)
+
+    def _decode_next(self, token: int, chooser: Sampler) -> int:
+        if not chooser.on_device:
+            return super()._decode_next(token, chooser)
+        with self._as_before_on_error():
+            at, draws = self.position, self._tell(chooser)
+            self._send_numbers(chooser, at, 1)
+            self._place(token, at)
+            self._launch(at, draws)
+            self._stream.synchronize()
+            return self._chosen(at, chooser)
+
+    def _logits(self, at: int) -> np.ndarray:
         logits = self._buffers.logits[: self.dims.vocab].get(stream=self._stream)
-        if int(self._buffers.step[3].get(stream=self._stream)) < 0:
-            raise NonFiniteError("the logits are not finite; run with --engine cpu to learn the layer")
+        self._check_finite(int(self._buffers.told[at]))
         return logits
+
+    def _chosen(self, at: int, chooser: Sampler) -> int:
+        """The id chosen after the token at ``at``, whose step has finished."""
+        chosen = self._check_finite(int(self._buffers.told[at]))
+        if chooser.params.temperature:
+            chooser.drew()
+        return chosen
+
+    @staticmethod
+    def _check_finite(chosen: int) -> int:
+        if chosen < 0:
+            raise NonFiniteError("the logits are not finite; run with --engine cpu to learn the layer")
+        return chosen
+
+    # --------------------------------------------------------------------------------------------------- many steps
+
+    # [stream]
+    def _stream_ids(self, token: int, count: int, chooser: Sampler) -> Generator[int, None, None]:
+        if not chooser.on_device:
+            yield from super()._stream_ids(token, count, chooser)
+            return
+        start, launched = self.position, 0
+        with self._as_before_on_error():
+            draws = self._tell(chooser)
+            self._place(token, start)
+            for read in range(count):
+                while launched < min(count, read + AHEAD):
+                    try:
+                        if draws and launched % DRAWS == 0:
+                            self._send_numbers(chooser, start + launched, min(DRAWS, count - launched), skip=launched - read)
+                        self._launch(start + launched, draws)
+                    except (DeviceError, cupy.cuda.memory.OutOfMemoryError):
+                        if launched == read:
+                            raise
+                        break  # what is under way can still be read; then this one is tried again
+                    self._arrivals[launched % AHEAD].record(self._stream)
+                    launched += 1
+                self._arrivals[read % AHEAD].synchronize()
+                chosen = self._chosen(start + read, chooser)
+                self._tokens.append(token)
+                token = chosen
+                yield token
+    # [/stream]
+
+    def run_ahead(self, token: int, count: int) -> None:
+        """Enqueue ``count`` greedy steps from ``position`` on that follow each other without the host; returns at once.
+
+        For measurements: nothing is held of them. ``drop_ahead`` puts the cache back.
+        """
+        self._place(token, self.position)
+        for k in range(count):
+            self._launch(self.position + k)
+
+    def drop_ahead(self) -> None:
+        """Drop what was computed behind ``position``."""
+        self._rewind(self.position)
+
+    def _tell(self, chooser: Sampler) -> bool:
+        """Have the card choose as ``chooser`` does; returns whether that is a draw."""
+        if chooser is not self._told_by:
+            self._buffers.allowed.set(allowed_words(self.dims.vocab, chooser.valid_ids, chooser.banned_ids), stream=self._stream)
+            self._buffers.rule.set(rule(chooser), stream=self._stream)
+            self._told_by = chooser
+        return chooser.params.temperature > 0
+
+    def _send_numbers(self, chooser: Sampler, at: int, count: int, skip: int = 0) -> None:
+        """The random numbers of ``count`` draws from position ``at`` on, those after the next ``skip``. They are used up as ids are read."""
+        if chooser.params.temperature:
+            self._buffers.random[at : at + count].set(chooser.upcoming(skip + count)[skip:], stream=self._stream)
+
+    # --------------------------------------------------------------------------------------------------- housekeeping
+
+    @contextmanager
+    def _as_before_on_error(self) -> Iterator[None]:
+        """Whatever goes wrong inside, the cache ends at ``position``; the card's own "out of memory" becomes one line."""
+        try:
+            yield
+        except cupy.cuda.memory.OutOfMemoryError as e:
+            self._rewind(self.position)
+            raise DeviceError(f"the card has no memory left for more KV pages after {self.position} tokens ({str(e).rstrip('.')}); the engine goes on with these") from None
+        except BaseException:
+            self._rewind(self.position)
+            raise
 
     def _rewind(self, position: int) -> None:
         self._pages.truncate(position)
+        with self._stream:
+            self._pages.clear_tail(position)
 
     def _close(self) -> None:
         self._stream.synchronize()
-        self._graphs, self._launches, self._head = {}, {}, []
-        self._kernels = None
+        self._graphs, self._launches, self._heads, self._drawing, self._made_for = {}, {}, {}, None, None
+        self._kernels = self._told_by = None
         self._pages = self._buffers = self._prefiller = self._weights = None
 
 

@@ -63,6 +63,32 @@ def test_a_taken_page_is_cleared_of_what_another_sequence_left():
     assert np.all(held.pool[:, :, fresh] == 0) and np.isnan(held.pool[:, :, 2:]).all()
 
 
+def test_rows_behind_the_last_token_are_cleared_and_no_others():
+    held = pages()
+    held.ensure(40)
+    held.pool[...] = np.nan
+    held.clear_tail(32)  # the last page is full
+    assert np.isnan(held.pool).all()
+    held.clear_tail(35)
+    rows = held.pool.reshape(DEMO.num_layers, 2, -1, DEMO.num_kv_heads, 16, DEMO.head_dim)
+    assert np.all(rows[:, :, held.table.pages[2], :, 3:] == 0) and np.isnan(rows[:, :, held.table.pages[2], :, :3]).all()
+    assert np.isnan(rows[:, :, held.table.pages[1]]).all()
+
+
+def test_a_pool_that_cannot_grow_hands_out_nothing(monkeypatch):
+    held = pages()
+    held.ensure(30)
+
+    def full(shape, dtype):
+        raise MemoryError
+
+    monkeypatch.setattr(np, "empty", full)
+    with pytest.raises(MemoryError):
+        held.ensure(100)
+    assert held.table.pages == [0, 1] and held.allocator.free_pages == 2 and held.pool.shape[2] == 4
+    assert held.ensure(64)[0] == [2, 3]
+
+
 def test_the_plan_of_the_7b_has_the_bytes_of_the_book():
     needed = plan(SEVEN, 128, LaunchShape(132), 32768, 512)
     moved = bytes_per_token(SEVEN, 128, 0)

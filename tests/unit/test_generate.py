@@ -386,6 +386,48 @@ def test_common_prefix():
     assert [common_prefix(a, b) for a, b in (([], [1]), ([1, 2], [1, 2]), ([1, 2, 3], [1, 2]), ([1, 2], [1, 3]), ([2], [1]))] == [0, 2, 2, 1, 0]
 
 
+def test_an_engine_that_works_ahead_is_timed_from_id_to_id(tok, monkeypatch):
+    """It computes while the reader is busy, so what the reader takes cannot be told apart."""
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    def logits_of(ids):
+        now[0] += 0.5
+        return textkit.one_hot({49: 65, 65: 66, 66: 260}[ids[-1]], 512)
+
+    engine = textkit.FakeEngine(logits_of)
+    engine.works_ahead = True
+    generation = generate(engine, tok, PROMPT)
+    for _ in generation:
+        now[0] += 2
+    timings = generation.result.timings
+    assert timings.ttft_ms == pytest.approx(500) and timings.itl_ms == timings.itl_mean_ms == pytest.approx(2500)
+
+
+def test_an_engine_that_chooses_is_asked_for_ids_and_not_for_logits(tok):
+    class Choosing(textkit.FakeEngine):
+        def _prefill_next(self, ids, chooser):
+            self.asked = [("prefill", len(ids))]
+            return super()._prefill_next(ids, chooser)
+
+        def _stream_ids(self, token, count, chooser):
+            self.asked.append(("stream", token, count))
+            try:
+                for token in b"BCDEFGH":
+                    self._tokens.append(token - 1)
+                    yield token
+            finally:
+                self.asked.append("closed")
+
+        _decode = None
+
+    for stop, ids, end in ((["E"], b"ABCDE", "stop"), ([], b"ABCDEF", "length")):
+        engine = Choosing(lambda ids: textkit.one_hot(65, 512))
+        result = generate(engine, tok, PROMPT, max_tokens=6, stop=stop).run()
+        assert (result.ids, result.finish_reason) == (list(ids), end)
+        assert engine.asked == [("prefill", 1), ("stream", 65, 5), "closed"]
+
+
 def test_timings(tok, monkeypatch):
     """A clock that ticks by itself: each step takes as many seconds as the engine was told to take."""
     now = [0.0]

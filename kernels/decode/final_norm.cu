@@ -1,11 +1,10 @@
-// rmsnorm: add a projection to the residual, normalise, quantise for the next projection.
+// final_norm: add the last projection to the residual, normalise, and hand the result to lm_head.
 //
-// Computes   residual += the sum of the parts (if any), in FP32; y = residual / rms * weight; y as fixed-point digits (activations.cuh), or,
-//            for the final norm, as two FP16 parts high + low whose sum carries 22 bits (lm_head.cu multiplies both).
+// Computes   the residual plus the sum of the parts (if any), in FP32; y = sum / rms * weight as two FP16 parts high + low whose sum carries
+//            22 bits (lm_head.cu multiplies both). The norms inside the layers are part of the GEMV that follows them (gemv_input.cuh).
 // Moves      about hidden * 22 bytes, all of it in L2: this kernel is latency, not bandwidth.
 // Launch     one CTA of kRowThreads threads; a thread keeps its 4 x kPieces values in registers between the two passes.
 // Barriers   one __syncthreads, all threads: every warp's sum of squares is in shared memory after it.
-#include "activations.cuh"
 #include "constants.cuh"
 #include "parts.cuh"
 #include "ptx.cuh"
@@ -24,7 +23,7 @@ __device__ __forceinline__ float cta_sum(float v) {
 }
 
 // y[piece][4] of this thread: elements 4 * (threadIdx.x + piece * kRowThreads) + 0..3.
-__device__ __forceinline__ void add_and_normalise(float* residual, const float* parts, int part_count, const u16* weight, float (&y)[kPieces][4]) {
+__device__ __forceinline__ void add_and_normalise(const float* residual, const float* parts, int part_count, const u16* weight, float (&y)[kPieces][4]) {
   float squares = 0.0f;
 #pragma unroll
   for (int p = 0; p < kPieces; ++p) {
@@ -35,7 +34,6 @@ __device__ __forceinline__ void add_and_normalise(float* residual, const float* 
       if (part_count) {
         const float4 sum = sum_parts4(parts + i, kHidden, part_count);
         x = make_float4(x.x + sum.x, x.y + sum.y, x.z + sum.z, x.w + sum.w);
-        *reinterpret_cast<float4*>(residual + i) = x;
       }
     }
     y[p][0] = x.x, y[p][1] = x.y, y[p][2] = x.z, y[p][3] = x.w;
@@ -57,23 +55,10 @@ __device__ __forceinline__ void add_and_normalise(float* residual, const float* 
 
 using namespace nanoqwen;
 
-extern "C" __global__ void __launch_bounds__(kRowThreads)
-rmsnorm(float* residual, const float* parts, int part_count, const u16* weight, u8* records) {
-  wait_for_previous_kernel();
+extern "C" __global__ void __launch_bounds__(kRowThreads, 1)
+final_norm(const float* residual, const float* parts, int part_count, const u16* weight, u16* halves) {
   allow_next_kernel();
-  float y[kPieces][4];
-  add_and_normalise(residual, parts, part_count, weight, y);
-#pragma unroll
-  for (int p = 0; p < kPieces; ++p) {
-    const int first = 4 * (warp_id() * kWarp + p * kRowThreads);
-    write_digits(y[p], first, first + 4 * static_cast<int>(lane_id()) < kHidden, records);
-  }
-}
-
-extern "C" __global__ void __launch_bounds__(kRowThreads)
-final_norm(float* residual, const float* parts, int part_count, const u16* weight, u16* halves) {
   wait_for_previous_kernel();
-  allow_next_kernel();
   float y[kPieces][4];
   add_and_normalise(residual, parts, part_count, weight, y);
 #pragma unroll
@@ -81,6 +66,7 @@ final_norm(float* residual, const float* parts, int part_count, const u16* weigh
     const int i = 4 * (threadIdx.x + p * kRowThreads);
     if (i >= kHidden) continue;
     u32 high[2], low[2];
+#pragma unroll
     for (int j = 0; j < 2; ++j) {
       const float a = y[p][2 * j], b = y[p][2 * j + 1];
       high[j] = pack_half2(a, b);
