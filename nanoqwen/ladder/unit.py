@@ -12,7 +12,7 @@ import numpy as np
 from nanoqwen import model
 from nanoqwen.config import Settings
 from nanoqwen.ladder import twins
-from nanoqwen.ladder.report import Check, compare
+from nanoqwen.ladder.report import Check, compare, none_wrong
 from nanoqwen.packfile import INT4, PackFile
 from nanoqwen.sampling import GREEDY, Sampler
 
@@ -39,8 +39,7 @@ def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 def _weights(pack: PackFile, operations, rng, limit: float) -> Iterator[Check]:
-    bad = [e.name for e in pack.tensors.values() if e.storage == INT4 and not np.isfinite(pack.int4(e.name)[1]).all()]
-    yield Check("scales are finite", not bad, len(bad), 0, "tensors", ", ".join(bad[:3]))
+    yield scales_finite(pack)
     for layer in sorted({0, pack.dims.num_layers - 1}):
         for spec in model.block_schema(pack.dims, layer):
             if not spec.int4:
@@ -51,6 +50,12 @@ def _weights(pack: PackFile, operations, rng, limit: float) -> Iterator[Check]:
             x = _normal(rng, 3, spec.cols)
             out = operations.int4_linear(words, scales, x)
             yield compare(f"multiply {spec.name}", out, x.astype(np.float64) @ expected.T, limit)
+
+
+def scales_finite(pack: PackFile) -> Check:
+    """No scale of the file is NaN or infinite."""
+    bad = [e.name for e in pack.tensors.values() if e.storage == INT4 and not np.isfinite(pack.int4(e.name)[1]).all()]
+    return none_wrong("scales are finite", len(bad), "tensors", ", ".join(bad[:3]))
 
 
 def _two_ends(pack: PackFile, name: str) -> tuple[np.ndarray, np.ndarray]:

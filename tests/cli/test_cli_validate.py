@@ -13,10 +13,11 @@ from clikit import make_pack
 
 from nanoqwen import kv, reference
 from nanoqwen.config import load_settings
+from nanoqwen.engines import hopper_problem
 from nanoqwen.engines.cpu import ReferenceEngine
 from nanoqwen.ladder import graph, run_ladder, twins
 from nanoqwen.ladder.prompts import prompts
-from nanoqwen.ladder.report import compare, relative_error
+from nanoqwen.ladder.report import compare, relative_error, within
 from nanoqwen.packfile import open_pack
 from nanoqwen.tokenizer import Tokenizer
 
@@ -148,6 +149,44 @@ def test_the_large_model_oracle_agrees_with_float64(plain, monkeypatch):
     assert report.passed and "PyTorch" in report.tiers[3].oracle
 
 
+def test_the_large_model_oracle_takes_many_sequences_at_once(plain, monkeypatch):
+    from nanoqwen.ladder.subject import TorchOracle
+
+    sequences, starts = [list(range(40, 57)), list(range(70, 80)), [99], list(range(100, 145))], [3, 0, 0, 44]
+    with open_pack(plain) as pack:
+        oracle = TorchOracle(pack, "cpu")
+        alone = [oracle.logits(ids, start) for ids, start in zip(sequences, starts)]
+        monkeypatch.setattr(TorchOracle, "ROWS", 28)  # the first three together, the last one alone
+        together = list(oracle.all(sequences, starts))
+    assert [len(logits) for logits in together] == [14, 10, 1, 1]
+    assert all(relative_error(a, b) < 1e-6 for a, b in zip(together, alone))
+
+
+def test_a_repeat_with_other_bits_is_found(plain, monkeypatch):
+    rng = np.random.default_rng(0)
+    forward = ReferenceEngine._forward
+    monkeypatch.setattr(ReferenceEngine, "_forward", lambda self, ids, position: forward(self, ids, position) * np.float32(1 + 1e-6 * rng.random()))
+    report = climb(plain)
+    assert [check.passed for check in report.tiers[3].checks] == [True, False] and "bit-equal" in report.tiers[3].checks[1].name
+
+
+def test_bounds_of_single_elements():
+    expected, bound = np.array([1.0, 100.0, 0.0]), np.array([0.1, 1.0, 0.0])
+    assert within("x", np.array([1.05, 99.2, 0.0]), expected, bound).passed
+    for out, word in (([1.2, 100, 0], "[0]: 1.2"), ([1, 100, 1e-9], "[2]: 1e-09"), ([1, np.nan, 0], "[1]: nan"), ([1, 100], "shape")):
+        check = within("x", np.array(out, np.float64), expected, bound)
+        assert not check.passed and word in check.detail
+
+
+def test_varied_prompts_keep_the_lengths_and_use_the_whole_vocabulary(plain):
+    with open_pack(plain) as pack:
+        planned = graph.plan(Tokenizer.from_pack(pack), 30, 16, 8192, load_settings())
+    ids = graph.varied(planned, 152064)
+    assert [len(i) for _, i in ids] == [len(i) for _, i in planned]
+    assert max(map(max, (i for _, i in ids))) > 150000 and len({tuple(i) for _, i in ids}) > 25
+    assert all(len(set(i)) > len(i) / 2 for _, i in ids)
+
+
 def test_sequences_that_go_through_together_do_not_see_each_other(plain):
     with open_pack(plain) as pack:
         a, b = list(range(40, 57)), list(range(70, 80))
@@ -181,6 +220,16 @@ def test_a_gpu_that_is_not_there_is_refused_before_anything_runs_on_it(run, plai
 
 
 @pytest.mark.parametrize("engine", ["eager", "graph"])
-def test_engines_without_twins_are_refused_and_not_passed_off(run, plain, engine):
-    done = run("validate", str(plain), "--engine", engine)
-    assert done.status == 2 and f"does not climb with engine {engine} yet" in done.err
+def test_a_hopper_engine_without_its_card_is_one_line(run, plain, engine):
+    if hopper_problem() is None:
+        pytest.skip("a Hopper card is here")
+    for words in ([plain, "--tier", "unit"], [plain], ["synthetic:7b"], [plain, "--receipt"]):
+        assert run("validate", *words, "--engine", engine).error_line().startswith(f"engine {engine}: ")
+    assert "does not run on the CPU" in run("validate", plain, "--engine", engine, "--device", "cpu").error_line()
+
+
+def test_a_receipt_is_refused_for_what_it_is_not_about(run, plain):
+    assert "--engine, eager or graph" in run("validate", plain, "--receipt").error_line()
+    assert "--engine, eager or graph" in run("validate", plain, "--receipt", "--engine", "cpu").error_line()
+    assert "--tier, --prompts and --tokens" in run("validate", plain, "--receipt", "--engine", "graph", "--tier", "unit").error_line()
+    assert "--tier, --prompts and --tokens" in run("validate", plain, "--receipt", "--engine", "graph", "--prompts", "3").error_line()
