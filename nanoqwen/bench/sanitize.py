@@ -1,0 +1,223 @@
+"""Every kernel under NVIDIA's sanitizers: ``python -m nanoqwen.bench.sanitize``.
+
+memcheck looks for accesses outside an array and for API calls that fail, racecheck for two threads that use the same shared memory without
+a barrier between them, synccheck for wrong use of barriers, initcheck for reads of memory that nobody wrote. Each runs
+``nanoqwen.bench.sanitize_run``, in a process of its own with a time limit. The receipt says what was found, and it is only written
+when nothing was and when every kernel of the runtime was launched.
+
+Reports are printed in full. One kind is not counted as an error: when the driver is asked for a function that it does not have
+(``cuGetProcAddress``), which is how bindings newer than the driver find out what it can do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanoqwen.bench.receipts import write_receipt
+from nanoqwen.config import repo_root
+from nanoqwen.errors import DeviceError, NanoqwenError
+
+NAME = "sanitize"
+COMMAND = "python -m nanoqwen.bench.sanitize"
+#: Files whose change can make a kernel wrong; ``sources`` lists them.
+ROOMS = (
+    "nanoqwen/bench/sanitize.py", "nanoqwen/bench/sanitize_run.py", "nanoqwen/cuda/*.py", "nanoqwen/engines/hopper.py", "config/nanoqwen.yaml",
+    "kernels/common/*.cuh", "kernels/setup/*.cu", "kernels/decode/*.cu", "kernels/prefill/*.cu",
+)  # fmt: skip
+TIMEOUT_S = 180
+#: Options of each tool. Padding keeps allocations apart, so that an overrun of one does not end in the next.
+TOOLS = {
+    "memcheck": ("--padding", "256", "--report-api-errors", "explicit"),
+    "racecheck": (),
+    "synccheck": (),
+    "initcheck": (),
+}
+#: These look at our kernels only: the vendor's GEMM is not ours to mend, and racecheck multiplies its time.
+OURS_ONLY = ("racecheck", "synccheck", "initcheck")
+TOOLKIT = Path("/usr/local/cuda/bin")
+PREFIX = "========= "
+_PROBE = re.compile(r"NOT_FOUND.* on CUDA API call to cuGetProcAddress")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one tool said. ``errors`` are counted without ``probes``, questions for functions that this driver lacks."""
+
+    errors: int
+    warnings: int
+    probes: int
+    reports: list[str]
+    summary: str
+
+    def as_dict(self) -> dict:
+        """For the receipt."""
+        return {"errors": self.errors, "warnings": self.warnings, "driver_probes": self.probes}
+
+
+def parse(text: str) -> Outcome:
+    """Read a sanitizer's output. Raises DeviceError, with the last lines, when it holds no summary: then the tool broke down."""
+    lines = [line for line in text.splitlines() if line.startswith(PREFIX.rstrip())]
+    bare = [line[len(PREFIX) :] for line in lines]
+    reports = _reports(bare)
+    probes = sum(1 for report in reports if _PROBE.search(report))
+    for line in bare:
+        if found := re.match(r"RACECHECK SUMMARY: \d+ hazards? displayed \((\d+) errors?, (\d+) warnings?\)", line):
+            return Outcome(int(found[1]), int(found[2]), probes, reports, line)
+        if found := re.match(r"ERROR SUMMARY: (\d+) errors?$", line):
+            warnings = sum(1 for report in reports if report.lower().startswith("warning"))
+            return Outcome(max(0, int(found[1]) - probes), warnings, probes, reports, line)
+    raise DeviceError("the sanitizer ended without a summary; its last lines: " + " | ".join(text.strip().splitlines()[-5:]))
+
+
+def _reports(lines: Sequence[str]) -> list[str]:
+    """The reports among the tool's own lines, each as one text: a line that is not indented, and the indented ones that follow."""
+    found: list[str] = []
+    for line in lines:
+        if not line.strip() or "SUMMARY" in line or line.startswith("COMPUTE-SANITIZER"):
+            continue
+        if line.startswith(" ") and found:
+            found[-1] += "\n" + line
+        else:
+            found.append(line)
+    return found
+
+
+def find_sanitizer(environ: dict[str, str] | None = None) -> Path:
+    """compute-sanitizer on PATH, in CUDA_HOME or CUDA_PATH, in the usual toolkit folder, or in pip's wheel. Raises DeviceError when there is none."""
+    environ = dict(os.environ) if environ is None else environ
+    if found := shutil.which("compute-sanitizer", path=environ.get("PATH", "")):
+        return Path(found)
+    folders = [Path(environ[name]) / "bin" for name in ("CUDA_HOME", "CUDA_PATH") if environ.get(name)]
+    folders += [TOOLKIT, *(p for entry in sys.path for p in sorted(Path(entry or ".").glob("nvidia/cu[0-9]*/bin")))]
+    for folder in folders:
+        if (folder / "compute-sanitizer").is_file():
+            return folder / "compute-sanitizer"
+    raise DeviceError(
+        "compute-sanitizer is not on PATH, in $CUDA_HOME/bin or in /usr/local/cuda/bin; it comes with the CUDA toolkit, or as the wheel nvidia-cuda-sanitizer-api"
+    )
+
+
+def version_of(sanitizer: Path) -> str:
+    """The sanitizer's version ("2025.3.1.0"). Raises DeviceError when it cannot be run."""
+    try:
+        done = subprocess.run([str(sanitizer), "--version"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", errors="replace", timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise DeviceError(f"{sanitizer} cannot be run: {error}") from None
+    found = re.search(r"Version (\S+)", done.stdout)
+    if done.returncode or not found:
+        raise DeviceError(f"{sanitizer} does not tell its version: {done.stdout.strip()[:200]}")
+    return found[1]
+
+
+def command_of(tool: str, sanitizer: Path, kernels: Sequence[str], program: Sequence[str]) -> list[str]:
+    """The command line that runs ``program`` under ``tool``."""
+    only = [word for name in kernels for word in ("--kernel-name", f"kernel_name={name}")] if tool in OURS_ONLY else []
+    return [str(sanitizer), "--tool", tool, *TOOLS[tool], *only, *program]
+
+
+def run_tool(tool: str, sanitizer: Path, kernels: Sequence[str], timeout: float = TIMEOUT_S, program: Sequence[str] | None = None) -> tuple[Outcome, dict, float]:
+    """(what ``tool`` found, what the program says it launched, seconds).
+
+    Raises DeviceError when the time limit passes, when the program fails without the tool having found why, and when it did not launch
+    every kernel.
+    """
+    program = program or [sys.executable, "-m", "nanoqwen.bench.sanitize_run"]
+    with tempfile.TemporaryDirectory(prefix="nanoqwen-sanitize-") as folder:
+        answer, started = Path(folder) / "launched.json", time.perf_counter()
+        try:
+            done = subprocess.run(
+                command_of(tool, sanitizer, kernels, [*program, str(answer)]),
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", errors="replace", timeout=timeout,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired as expired:
+            shown = expired.stdout or b""
+            last = (shown.decode("utf-8", "replace") if isinstance(shown, bytes) else shown).strip().splitlines()[-3:]
+            raise DeviceError(f"{tool} did not finish within {timeout:.0f} s; its last lines: {' | '.join(last) or 'none'}") from None
+        seconds = time.perf_counter() - started
+        outcome = parse(done.stdout)
+        if not answer.is_file():
+            if outcome.errors:
+                return outcome, {"kernels": [], "launched": [], "cases": []}, seconds
+            own = [line for line in done.stdout.strip().splitlines() if not line.startswith("===")]
+            raise DeviceError(f"{tool}: the program failed: {' | '.join(own[-5:])}")
+        launched = json.loads(answer.read_text(encoding="utf-8"))
+    if missing := sorted(set(launched["kernels"]) - set(launched["launched"])):
+        raise DeviceError(f"{tool}: the program did not launch {', '.join(missing)}: nanoqwen/bench/sanitize_run.py has to")
+    return outcome, launched, seconds
+
+
+def kernel_names() -> list[str]:
+    """Every kernel of the runtime, as the compiler names them. Needs NVRTC, but no card."""
+    from nanoqwen.bench.sanitize_run import CASES
+    from nanoqwen.cuda.compile import compile_all
+    from nanoqwen.cuda.constants import LaunchShape, constants_header
+
+    case = CASES["embedded"]  # names depend on no model and on no card; 132 SMs has an H100
+    return sorted({name for binary in compile_all(constants_header(case.dims, case.group, LaunchShape(132))) for name in binary.kernels})
+
+
+def sources() -> list[str]:
+    """The files the receipt rests on, relative to the root of the clone."""
+    root = repo_root()
+    return sorted(str(path.relative_to(root)) for room in ROOMS for path in root.glob(room))
+
+
+def run(tools: Sequence[str], sanitizer: Path, tell: Callable[[str], None], timeout: float = TIMEOUT_S) -> tuple[dict, dict]:
+    """(results, samples) of all ``tools``. What they report is told in full as soon as it is known."""
+    from nanoqwen.bench.sanitize_run import CASES
+
+    version, names, results, samples, kernels = version_of(sanitizer), kernel_names(), {}, {}, []
+    with ThreadPoolExecutor(len(tools)) as pool:  # each is a process of its own, and most of its time is the tool's own work on the host
+        running = {tool: pool.submit(run_tool, tool, sanitizer, names, timeout) for tool in tools}
+    for tool in tools:
+        outcome, launched, seconds = running[tool].result()
+        kernels = launched["launched"] or kernels
+        results[tool] = {**outcome.as_dict(), "seconds": round(seconds, 1)}
+        samples[tool] = {"summary": outcome.summary, "reports": outcome.reports}
+        tell(f"{tool}: {outcome.errors} errors, {outcome.warnings} warnings, {outcome.probes} driver probes, {seconds:.1f} s ({outcome.summary})")
+        for report in outcome.reports:
+            tell(report)
+    return {"sanitizer": version, "tools": results, "kernels": kernels, "cases": list(CASES)}, samples
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the tools, print what they report, write the receipt when it is clean. The exit status is 1 when it is not, 2 when nothing could be run."""
+    parser = argparse.ArgumentParser(prog=COMMAND, description="Run every kernel under compute-sanitizer's tools and write the receipt.")
+    parser.add_argument("--tool", action="append", choices=list(TOOLS), help="only this tool, and no receipt; may be given several times")
+    parser.add_argument("--sanitizer", metavar="PATH", type=Path, help="the program compute-sanitizer (default: found)")
+    parser.add_argument("--timeout", metavar="S", type=float, default=TIMEOUT_S, help="seconds that one tool may take (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    try:
+        from nanoqwen.bench.prepare import need_hopper
+
+        need_hopper("the sanitizers run the Hopper kernels")
+        results, samples = run(options.tool or list(TOOLS), options.sanitizer or find_sanitizer(), tell=lambda line: print(line, flush=True), timeout=options.timeout)
+    except NanoqwenError as error:
+        print(f"{COMMAND}: error: {error}", file=sys.stderr)
+        return 2
+    if any(tool["errors"] for tool in results["tools"].values()):
+        print("errors were found: no receipt", file=sys.stderr)
+        return 1
+    if not options.tool:
+        from nanoqwen.bench.card import device_facts
+
+        device, versions = device_facts(None)
+        protocol = {"tools": {tool: " ".join(words) for tool, words in TOOLS.items()}, "own_kernels_only": list(OURS_ONLY), "memory": "an allocation an array"}
+        print(write_receipt(NAME, COMMAND, results, samples, sources(), protocol, device=device, versions=versions))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

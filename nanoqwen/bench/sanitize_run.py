@@ -1,0 +1,166 @@
+"""The program that runs under the sanitizers: every kernel of the runtime on small models, each launch noted by name.
+
+``python -m nanoqwen.bench.sanitize_run FILE`` writes what it launched to FILE. It is started by ``nanoqwen.bench.sanitize``; alone it is a quick
+check that both engines run and agree. PyTorch is not imported: under a sanitizer everything takes many times as long.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from nanoqwen.bench.ceiling import SHARED, THREADS, WALKS
+from nanoqwen.config import Dims
+from nanoqwen.errors import DeviceError
+from nanoqwen.model import schema
+from nanoqwen.packfile import open_pack
+from nanoqwen.packwriter import PackWriter
+from nanoqwen.sampling import GREEDY, Sampler, SamplingParams
+from nanoqwen.synthetic import synthetic_dims
+from nanoqwen.synthetic_pack import fp16_rows, int4_rows
+
+SEVEN = Dims.qwen2_5_coder_7b()
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model, and the lengths it is tried at: ``prompts`` that are prefilled, each followed by ``steps`` single tokens."""
+
+    dims: Dims
+    group: int
+    prompts: tuple[int, ...]
+    steps: int
+
+
+#: A page holds 16 tokens, a chunk of the prefill 512. The step after a prompt of 15 fills a page, the one after that opens another.
+CASES = {
+    "embedded": Case(dataclasses.replace(synthetic_dims("demo"), num_layers=2, vocab=1000, max_position=1024), 128, (1, 15, 16, 17, 513), 3),
+    "heads of 64, group 64, tied": Case(Dims(1, 448, 1024, 7, 1, 64, 1000, 1024, tied=True), 64, (15, 49), 3),
+    "one layer of the 7B": Case(dataclasses.replace(SEVEN, num_layers=1, vocab=4096, max_position=1024), 128, (15,), 3),
+}
+#: How ids are chosen on the card.
+CHOICES = (GREEDY, SamplingParams(temperature=0.8, top_k=50, top_p=0.9, seed=1))
+#: Bytes that the ceiling kernel reads: several turns of the ring for some warps, fewer for others, and a broken chunk of 4 KiB.
+CEILING_BYTES = 1000 * 4096 + 1024 + 16
+
+
+def varied(count: int, vocab: int) -> list[int]:
+    """``count`` ids that differ: with one repeated token all values are equal."""
+    return [pow(7, i, 9973) % vocab for i in range(count)]
+
+
+@contextmanager
+def noted() -> Iterator[set[str]]:
+    """The names of the kernels launched inside, whichever part of the program launches them."""
+    from nanoqwen.cuda.launch import Launch
+
+    names, call = set(), Launch.__call__
+
+    def noting(self: Launch, stream: object) -> None:
+        names.add(self.name)
+        call(self, stream)
+
+    Launch.__call__ = noting
+    try:
+        yield names
+    finally:
+        Launch.__call__ = call
+
+
+def write_pack(path: Path, case: Case) -> None:
+    """The synthetic model of ``case`` as a file, by the numpy twin of the recipe."""
+    with PackWriter(path, case.dims, case.group, schema(case.dims), {"tokenizer_entries": case.dims.vocab}, b"{}", {}) as out:
+        for spec in schema(case.dims):
+            if spec.int4:
+                out.write_int4(spec.name, *int4_rows(spec, case.dims, case.group, 0, spec.rows))
+            else:
+                out.write_fp16(spec.name, fp16_rows(spec, case.dims, 0, spec.rows))
+
+
+def run_model(case: Case, weights: object) -> None:
+    """Both engines on ``weights``: prompts and single steps, a shorter sequence after a longer one, and ids chosen on the card, greedy and
+    drawn. Raises DeviceError when the engines disagree."""
+    from nanoqwen.engines import HOPPER
+    from nanoqwen.engines.hopper import HopperEngine, kernel_cache
+
+    vocab, found = case.dims.vocab, []
+    for name in HOPPER:
+        with HopperEngine(weights, name=name, cache=kernel_cache()) as engine:
+            logits, chosen = [], []
+            for length in case.prompts[::-1]:
+                ids = varied(length + case.steps, vocab)
+                engine.reset()
+                logits.append(engine.prefill(ids[:length]))
+                logits += [engine.decode(token) for token in ids[length:]]
+            engine.reset()
+            logits += [engine.decode(token) for token in varied(2, vocab)]  # from nothing: the first token opens a page
+            for params in CHOICES:
+                chooser = Sampler(params, vocab)
+                engine.reset()
+                chosen.append(engine.prefill_next(varied(14, vocab), chooser))
+                chosen += engine.stream(chosen[-1], case.steps, chooser)
+                chosen.append(engine.decode_next(chosen[-1], chooser))
+            found.append((np.stack(logits), chosen))
+    (eager, eager_ids), (graph, graph_ids) = found
+    if not np.array_equal(eager, graph) or eager_ids != graph_ids:
+        raise DeviceError("the eager and the graph engine do not agree")
+
+
+def run_ceiling(kernels: object) -> None:
+    """The ceiling kernel on a small buffer. Raises DeviceError when its sum is wrong."""
+    import cupy
+
+    from nanoqwen.cuda.launch import Launch
+
+    grid = 8
+    kernels.allow_shared("ceiling", SHARED)
+    words = cupy.arange(CEILING_BYTES // 4, dtype=np.uint32)
+    wanted = int(words.get().sum(dtype=np.uint64)) & 0xFFFFFFFF
+    for together in range(len(WALKS)):
+        sums = cupy.zeros(grid * THREADS, dtype=np.uint32)
+        args = [words, ctypes.c_longlong(CEILING_BYTES // 16), ctypes.c_int(together), sums]
+        Launch(kernels, "ceiling", (grid,), THREADS, args, shared=SHARED, overlap=False)(cupy.cuda.get_current_stream())
+        if int(sums.get().sum(dtype=np.uint64)) & 0xFFFFFFFF != wanted:
+            raise DeviceError("the ceiling kernel did not read every word")
+
+
+def run_all() -> dict:
+    """Everything, once: {"kernels": every kernel that the sources hold, "launched": those that ran, "cases": what ran}."""
+    import cupy
+
+    from nanoqwen.cuda.constants import LaunchShape, constants_header
+    from nanoqwen.cuda.launch import Kernels
+    from nanoqwen.cuda.weights import synthesise, upload
+    from nanoqwen.engines.hopper import kernel_cache
+
+    cupy.cuda.set_allocator(None)  # an allocation an array: in a pool, one array's overrun lands in the next and nobody sees it
+    shape = LaunchShape(cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["multiProcessorCount"])
+    names: set[str] = set()
+    with noted() as launched:
+        for number, case in enumerate(CASES.values()):
+            kernels = Kernels(constants_header(case.dims, case.group, shape), kernel_cache())
+            names |= set(kernels.use)
+            if number == 0:  # one model comes from a file, so that what copies and re-tiles runs too
+                with tempfile.TemporaryDirectory() as folder:
+                    write_pack(Path(folder) / "model.nanoqwen", case)
+                    with open_pack(Path(folder) / "model.nanoqwen") as pack:
+                        run_model(case, upload(pack))
+                run_ceiling(kernels)
+            weights = synthesise(case.dims, case.group, kernels)
+            cupy.cuda.runtime.deviceSynchronize()
+            if number:
+                run_model(case, weights)
+            cupy.cuda.runtime.deviceSynchronize()
+    return {"kernels": sorted(names), "launched": sorted(launched), "cases": list(CASES)}
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(json.dumps(run_all()), encoding="utf-8")
