@@ -68,6 +68,7 @@ __device__ __forceinline__ uint4 load_stream(const uint4* p, u64 policy) {
 // ------------------------------------------------------------------------- programmatic dependent launch
 // A kernel launched with the programmatic attribute may start while the kernel before it still runs.
 
+// [dependent_launch]
 // Wait until every earlier kernel of the stream has finished and its writes are visible. Nothing that an
 // earlier kernel writes may be read before this; weights may. Without the attribute it returns at once.
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
@@ -77,6 +78,7 @@ __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("gridd
 // be said first, before this kernel's own wait: a kernel finishes only after the one before it did, whose results are then
 // visible to all that wait. A kernel of the stream may thus start while several before it still run, as far as SMs have room.
 __device__ __forceinline__ void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// [/dependent_launch]
 
 // ------------------------------------------------------------------------------------- tensor cores
 

@@ -48,7 +48,7 @@ TOOLS = {
 OURS_ONLY = ("racecheck", "synccheck", "initcheck")
 TOOLKIT = Path("/usr/local/cuda/bin")
 PREFIX = "========= "
-_PROBE = re.compile(r"NOT_FOUND.* on CUDA API call to cuGetProcAddress")
+_PROBE = re.compile(r" on CUDA API call to cuGetProcAddress(_v2)?\b")
 
 
 @dataclass(frozen=True)

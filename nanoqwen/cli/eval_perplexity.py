@@ -13,7 +13,7 @@ from pathlib import Path
 from nanoqwen.cli.console import EXIT_OK, Progress, UsageError, columns, note, out, out_json
 from nanoqwen.cli.parser import whole_number
 from nanoqwen.cli.prompt import decode
-from nanoqwen.cli.session import add_progress_option, choose_device, open_file
+from nanoqwen.cli.session import ENGINE_NAMES, add_progress_option, choose_device, open_file
 from nanoqwen.errors import DeviceError, InputError
 
 WINDOW, STRIDE = 1024, 512
@@ -24,7 +24,8 @@ def add_parser(add) -> None:
     parser = add("perplexity", "perplexity of texts, over strided windows", run, usage="%(prog)s [FILE] --text PATH [PATH ...] [options]", description=(
         "Perplexity and bits per byte of UTF-8 texts, with the reference decoder (PyTorch). Windows of --window tokens begin every "
         "--stride tokens, and each scores the tokens that no earlier one scored; all tokens of all texts weigh the same. A .nanoqwen file "
-        "is computed as engines do, with an FP16 cache; a checkpoint folder with the weights that --weights names and an FP32 cache."))
+        "is computed as engines do, with an FP16 cache; a checkpoint folder with the weights that --weights names and an FP32 cache. With "
+        "--engine the engine itself predicts, token by token as when it writes."))
     parser.add_argument("file", metavar="FILE", nargs="?",
                         help="a .nanoqwen file, or a Hugging Face checkpoint folder (default: the checkpoint that the package ships, packed)")
     parser.add_argument("--text", metavar="PATH", nargs="+", action="extend", default=None, required=True,
@@ -35,6 +36,8 @@ def add_parser(add) -> None:
                         help="tokens from one window to the next, less than --window (default: half the window)")
     parser.add_argument("--weights", choices=WEIGHTS, default=None,
                         help="weights of a checkpoint folder: as they are, rounded to FP16, or to INT4 as `nanoqwen pack` does by default (default: fp32)")
+    parser.add_argument("--engine", metavar="NAME", default=None,
+                        help=f"predict with this engine, one token at a time: {ENGINE_NAMES} (default: the reference decoder, windows at once)")
     parser.add_argument("--device", metavar="DEVICE", default=None, help="cpu, cuda or cuda:N (default: cuda where PyTorch sees a GPU, else cpu)")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     add_progress_option(parser)
@@ -65,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         out_json({**facts, "window": window, "stride": stride, "seconds": seconds, **_without_name(whole), "texts": [s.as_dict() for s in scores]})
         return EXIT_OK
-    note(f"{facts['weights']} weights, {facts['kv']} cache, {facts['device']}; windows of {window:,} tokens every {stride:,}; {seconds:.1f} s")
+    where = f"engine {facts['engine']} on {facts['device']}" if "engine" in facts else facts["device"]
+    note(f"{facts['weights']} weights, {facts['kv']} cache, {where}; windows of {window:,} tokens every {stride:,}; {seconds:.1f} s")
     for line in table([*scores, whole] if len(scores) > 1 else scores):
         out(line)
     return EXIT_OK
@@ -104,11 +108,13 @@ def read_texts(paths: list[str]) -> list[tuple[str, str]]:
 
 @contextmanager
 def open_model(args: argparse.Namespace) -> Iterator[tuple]:
-    """(model, tokenizer, facts for the report) of a pack file or of a checkpoint folder."""
+    """(model or engine, tokenizer, facts for the report) of a pack file or of a checkpoint folder."""
     folder = args.file is not None and Path(args.file).expanduser().is_dir()
+    if args.engine is not None and folder:
+        raise UsageError(f"argument --engine: engines run .nanoqwen files and {args.file} is a checkpoint folder; pack it, or leave the option out")
     if args.weights is not None and not folder:
         raise UsageError("argument --weights: is for checkpoint folders; the weights of a .nanoqwen file are what they are, INT4")
-    with _open_folder(args) if folder else _open_pack(args) as opened:
+    with _open_folder(args) if folder else _open_engine(args) if args.engine is not None else _open_pack(args) as opened:
         yield opened
 
 
@@ -121,9 +127,24 @@ def _open_pack(args: argparse.Namespace) -> Iterator[tuple]:
         tokenizer, device = Tokenizer.from_pack(pack), _device(args.device)
         with Progress(None, "load", " layers") as progress:
             model = ReferenceModel.from_pack(pack, device=device, progress=progress)
-        method = (pack.meta.get("quantise") or {}).get("method", "absmax")
-        yield model, tokenizer, {"model": str(pack.path), "weights": "int4", "method": method, "group": pack.group_size, "kv": "fp16", "device": device}
+        yield model, tokenizer, {**_facts(pack), "device": device}
         del model  # it borrows from the mapped file
+
+
+@contextmanager
+def _open_engine(args: argparse.Namespace) -> Iterator[tuple]:
+    with open_file(args.file) as pack:
+        from nanoqwen.engines import open_engine
+        from nanoqwen.tokenizer import Tokenizer
+
+        tokenizer = Tokenizer.from_pack(pack)
+        with Progress(None, "load", " layers") as progress, open_engine(pack, args.engine, args.device, progress=progress) as engine:
+            yield engine, tokenizer, {**_facts(pack), "engine": engine.name, "device": engine.device}
+
+
+def _facts(pack) -> dict:
+    method = (pack.meta.get("quantise") or {}).get("method", "absmax")
+    return {"model": str(pack.path), "weights": "int4", "method": method, "group": pack.group_size, "kv": "fp16"}
 
 
 @contextmanager

@@ -18,7 +18,8 @@ from nanoqwen.cuda.constants import LaunchShape, padded_rows, record_bytes, row_
 from nanoqwen.cuda.launch import Kernels, Launch
 from nanoqwen.cuda.weights import DeviceModel, Int4Matrix
 
-#: The regions of one token's latency, in order; ``kernel_gap`` is what the host adds around the kernels.
+#: The regions of one token's latency, in order; ``kernel_gap`` is the token's time less all of them: what the host adds around the kernels, or,
+#: below zero, what their overlap saves (regions are timed one kernel after another).
 REGIONS = (
     "embed", "qkv_gemv", "append_tail_kv", "paged_attention", "o_proj", "gate_up_gemv", "swiglu_down", "final_norm", "lm_head", "argmax", "kernel_gap",
 )  # fmt: skip
@@ -84,6 +85,7 @@ def part_count(parts: cupy.ndarray | None) -> ctypes.c_int:
     return ctypes.c_int(0 if parts is None else parts.shape[0])
 
 
+# [decode_launches]
 def decode_launches(kernels: Kernels, weights: DeviceModel, buffers: DecodeBuffers, pool: cupy.ndarray, shape: LaunchShape, *, opens_page: bool, draws: bool = False) -> list[Launch]:
     """The launches of one token, in order. ``pool`` is float16 [layers, 2, pages, page]; ``opens_page`` adds page_open in front,
     ``draws`` sample at the end."""
@@ -130,8 +132,10 @@ def decode_launches(kernels: Kernels, weights: DeviceModel, buffers: DecodeBuffe
         gemv("gemv_down", layer.down, [b.inner], b.down, "swiglu_down")
         previous = b.down
     return out + head_launches(kernels, weights, buffers, shape, previous, draws=draws)
+# [/decode_launches]
 
 
+# [head_launches]
 def head_launches(kernels: Kernels, weights: DeviceModel, buffers: DecodeBuffers, shape: LaunchShape, parts: cupy.ndarray | None, *, draws: bool = False) -> list[Launch]:
     """From the residual (plus ``parts``, if any) to logits and the next token: the end of a decode step and of a prefill. The token is the
     largest logit's, or with ``draws`` one that ``sample`` draws; whichever kernel chooses writes the next step's scalars."""
@@ -150,3 +154,4 @@ def head_launches(kernels: Kernels, weights: DeviceModel, buffers: DecodeBuffers
         args = [b.logits, b.allowed, b.rule, b.random, b.step, told]
         out.append(Launch(kernels, "sample", (SAMPLE_CTAS,), SAMPLE_THREADS, args, region="argmax", shared=shared))
     return out
+# [/head_launches]

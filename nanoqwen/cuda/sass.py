@@ -105,10 +105,15 @@ def main_loop(body: list[Instruction], marker: str) -> Loop:
     return best
 
 
-def around(body: list[Instruction], loop: Loop, marker: str) -> Loop | None:
-    """The smallest loop around ``loop`` that holds a ``marker``; None when there is none."""
-    outer = [other for other in loops(body) if loop in other and count(body, other)[marker]]
-    return min(outer, key=lambda other: other.last - other.first, default=None)
+def smallest_loop(body: list[Instruction], marker: str, least: int) -> Loop:
+    """The shortest loop that holds ``least`` instructions of kind ``marker`` or more, whatever other loops it holds or lies in.
+
+    Raises DeviceError when there is none.
+    """
+    found = [loop for loop in loops(body) if count(body, loop)[marker] >= least]
+    if not found:
+        raise DeviceError(f"no loop of this kernel holds {least} times {marker}")
+    return min(found, key=lambda loop: loop.last - loop.first)
 
 
 def count(body: list[Instruction], loop: Loop | None = None) -> Counter[str]:

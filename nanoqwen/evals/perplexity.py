@@ -9,6 +9,9 @@ a full one. Perplexity is exp(loss a token). It depends on the tokenizer, so bit
 
 A pack file is computed with the FP16 key/value cache that engines use; a checkpoint folder with an FP32 cache, so that ``fp32``
 is what `transformers` computes in float32.
+
+An engine gives logits of the newest token only. So it is asked as generation asks it, one token after the other (``stepped_loss``); windows,
+context and sums are the same. That is slower than whole windows, and it scores the very path that writes text.
 """
 
 from __future__ import annotations
@@ -17,10 +20,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
-from nanoqwen.errors import ContextError, InputError
+from nanoqwen.engines.base import Engine
+from nanoqwen.errors import ContextError, InputError, NonFiniteError
 from nanoqwen.reference import ReferenceModel
 
 Progress = Callable[[int, int, str], None]
@@ -98,14 +103,15 @@ def check_protocol(window: int, stride: int, context: int) -> None:
 
 
 def score_texts(
-    model: ReferenceModel, texts: Sequence[Text], *, window: int = WINDOW, stride: int = STRIDE, progress: Progress | None = None
+    model: ReferenceModel | Engine, texts: Sequence[Text], *, window: int = WINDOW, stride: int = STRIDE, progress: Progress | None = None
 ) -> list[Score]:
-    """The score of each text. ``progress`` is called as (tokens predicted, tokens in all, name of the text).
+    """The score of each text: a model takes whole windows at once, an engine one token at a time. ``progress`` is called as (tokens predicted, tokens in all, name of the text).
 
     Raises InputError for a protocol that does not fit (``check_protocol``), a text of fewer than two tokens, and an id that the model
     has no row for; NonFiniteError when the model yields NaN or infinity.
     """
     check_protocol(window, stride, model.context_limit)
+    loss_of = stepped_loss if isinstance(model, Engine) else window_loss
     for text in texts:
         if len(text.ids) < 2:
             raise InputError(f"{text.name}: tokens: {len(text.ids)}, needed: at least two, since nothing predicts the first token of a text")
@@ -115,7 +121,7 @@ def score_texts(
     for text in texts:
         loss = 0.0
         for begin, end, scored in windows(len(text.ids), window, stride):
-            loss += window_loss(model, text.ids[begin:end], scored)
+            loss += loss_of(model, text.ids[begin:end], scored)
             done += scored
             if progress:
                 progress(done, total, text.name)
@@ -140,6 +146,32 @@ def window_loss(model: ReferenceModel, ids: list[int], scored: int) -> float:
         logits = model.forward(torch.tensor(ids[at:stop]), at)
         targets = torch.tensor(ids[at + 1 : stop + 1], device=logits.device)
         loss += F.cross_entropy(logits, targets, reduction="none").double().sum().item()
+    return loss
+
+
+# [stepped]
+def stepped_loss(engine: Engine, ids: list[int], scored: int) -> float:
+    """``window_loss`` by an engine, through ``prefill`` and ``decode``: the context at once, then the scored tokens one by one.
+
+    Whatever the engine held is dropped. Raises NonFiniteError when it yields NaN or infinity.
+    """
+    engine.reset()
+    first = len(ids) - 1 - scored  # the logits of this token predict the first one that counts
+    logits = engine.prefill(ids[: first + 1])
+    loss = surprise(logits, ids[first + 1])
+    for token, following in zip(ids[first + 1 : -1], ids[first + 2 :]):
+        loss += surprise(engine.decode(token), following)
+    return loss
+# [/stepped]
+
+
+def surprise(logits: np.ndarray, token: int) -> float:
+    """-log softmax(logits)[token] in nats, in float64."""
+    wide = logits.astype(np.float64)
+    top = wide.max()
+    loss = float(top + np.log(np.exp(wide - top).sum()) - wide[token])
+    if not math.isfinite(loss):
+        raise NonFiniteError("the logits are not finite; run without --engine to learn the layer")
     return loss
 
 

@@ -67,11 +67,13 @@ def run_ladder(
                     file.subject, file.oracle = "no file: weights made on the card from the seed", "their recipe in numpy"
                     file.checks = list(weight_checks(pack, opened._weights))
                 pack = CardPack(pack, opened._weights)
+        # [climb]
         for before, rung in zip(tiers, rungs):
             if before.status != PASSED:
                 break
             with _timed(rung):
                 _TIERS[rung.name](rung, pack, opened, _torch_device(opened, device), settings, prompts, tokens, progress)
+        # [/climb]
     return report
 
 

@@ -121,6 +121,7 @@ def run(
 
     found: dict[tuple, list[str]] = {}
     margins, gaps, spreads = [], [], []
+    # [compare]
     for k, (case, logits) in enumerate(zip(unique.values(), scores)):
         logits = np.where(valid, logits, -np.inf)
         steps = np.arange(len(case.reply))
@@ -133,6 +134,7 @@ def run(
         found[case.key] = [_mismatch(case, int(i), int(expected[i]), float(margin[i]), float(gap[i]), tokenizer) for i in wrong]
         margins += margin.tolist()
         gaps += gap[wrong].tolist()
+    # [/compare]
         if progress:
             progress(len(cases) + (k + 1) * len(cases) // len(unique), total, case.label)
     compared = sum(len(case.reply) for case in cases)

@@ -24,6 +24,7 @@ ALL_LAYERS_UP_TO = 8
 FP32_ROUNDING = 2.0**-23
 
 
+# [checks]
 def checks(pack: PackFile, blocks, ids: list[int], settings: Settings) -> Iterator[Check]:
     """`blocks` has the methods of `subject.TorchBlocks`; `ids` are the tokens of a prompt, of which TOKENS are used."""
     limit, page, dims = settings.ladder.layer_max_rel_error, settings.kv.page_tokens, pack.dims
@@ -50,6 +51,7 @@ def checks(pack: PackFile, blocks, ids: list[int], settings: Settings) -> Iterat
         x = out
     last = x[-3:]
     yield compare("final norm and output head", blocks.head(last), twins.head(pack, last.astype(np.float64)), settings.ladder.unit_max_rel_error)
+# [/checks]
 
 
 def chosen_layers(dims: Dims) -> set[int]:

@@ -60,6 +60,7 @@ class Report:
         return {"path": self.path, "passed": self.passed, "tiers": tiers}
 
 
+# [relative_error]
 def relative_error(out: np.ndarray, expected: np.ndarray) -> float:
     """||out - expected|| / ||expected|| in float64, infinite when shapes differ or `out` holds a NaN or infinity.
 
@@ -70,6 +71,7 @@ def relative_error(out: np.ndarray, expected: np.ndarray) -> float:
     difference = np.linalg.norm((out.astype(np.float64) - expected).ravel())
     size = np.linalg.norm(expected.ravel())
     return float(difference / size) if size else float(difference)
+# [/relative_error]
 
 
 def worst_element(out: np.ndarray, expected: np.ndarray) -> str:

@@ -38,6 +38,7 @@ def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.standard_normal(shape).astype(np.float32)
 
 
+# [weights]
 def _weights(pack: PackFile, operations, rng, limit: float) -> Iterator[Check]:
     yield scales_finite(pack)
     for layer in sorted({0, pack.dims.num_layers - 1}):
@@ -50,6 +51,7 @@ def _weights(pack: PackFile, operations, rng, limit: float) -> Iterator[Check]:
             x = _normal(rng, 3, spec.cols)
             out = operations.int4_linear(words, scales, x)
             yield compare(f"multiply {spec.name}", out, x.astype(np.float64) @ expected.T, limit)
+# [/weights]
 
 
 def scales_finite(pack: PackFile) -> Check:

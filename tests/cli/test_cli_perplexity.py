@@ -78,6 +78,38 @@ def test_the_shipped_checkpoint_is_the_default(run, source, tmp_path, monkeypatc
     assert "nanoqwen-demo" in answer["model"] and 1 < answer["perplexity"] < 50
 
 
+def test_an_engine_by_name_predicts_token_by_token(run, plain, source):
+    words = ["eval", "perplexity", plain, "--text", source, "--window", "64", "--stride", "48"]
+    whole = json.loads(run(*words, "--json").out)
+    outcome = run(*words, "--json", "--engine", "cpu")
+    stepped = json.loads(outcome.out)
+    assert stepped["engine"] == "cpu" and stepped["device"].startswith("CPU") and "engine" not in whole
+    assert stepped["loss"] == pytest.approx(whole["loss"], rel=1e-5) and stepped["tokens"] == whole["tokens"]
+    assert "engine cpu on CPU" in run(*words, "--engine", "cpu").err
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["--engine", "fast"], "there is no engine 'fast'"),
+    (["--engine", "cpu", "--device", "cuda"], "engine cpu does not run on cuda"),
+    (["--engine", "graph", "--device", "cpu"], "engine graph does not run on the CPU"),
+])  # fmt: skip
+def test_engines_that_cannot_be(run, plain, source, argv, words):
+    assert words in run("eval", "perplexity", plain, "--text", source, *argv).error_line()
+
+
+def test_a_hopper_engine_without_a_card_is_one_line(run, plain, source):
+    from nanoqwen.engines import hopper_problem
+
+    if hopper_problem() is None:
+        pytest.skip("a Hopper card is here")
+    assert run("eval", "perplexity", plain, "--text", source, "--engine", "graph").error_line().startswith("engine graph: ")
+
+
+def test_a_folder_has_no_engine(run, tmp_path, source):
+    folder = tiny.make(tmp_path / "S", tiny.Sizes(context=128))
+    assert "engines run .nanoqwen files" in run("eval", "perplexity", folder, "--text", source, "--engine", "cpu").error_line()
+
+
 def test_a_text_longer_than_the_context(run, tmp_path):
     packed, text = make_pack(tmp_path, "short", tiny.Sizes(context=32)), tmp_path / "long"
     text.write_bytes(b"a\n" * 300)

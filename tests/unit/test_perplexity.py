@@ -11,6 +11,7 @@ import tiny
 
 torch = pytest.importorskip("torch")
 
+from nanoqwen.config import Dims
 from nanoqwen.demo import checkpoint_dir, heldout_dir, training_record
 from nanoqwen.errors import InputError, NonFiniteError
 from nanoqwen.evals import perplexity
@@ -167,3 +168,97 @@ def test_the_training_record_is_met_to_the_printed_digits(demo, name):
     assert f"{score.perplexity:.4f}" == f"{recorded['perplexity']:.4f}"
     assert f"{score.bits_per_byte:.4f}" == f"{recorded['bits_per_byte']:.4f}"
     assert f"{score.mean_loss:.4f}" == f"{recorded['loss']:.4f}"
+
+
+# ------------------------------------------------------------------------------------------------------- by an engine
+
+
+@pytest.fixture(scope="module")
+def small_file(tmp_path_factory):
+    from nanoqwen.pack import pack
+
+    folder = tmp_path_factory.mktemp("engine")
+    pack(tiny.make(folder / "source", tiny.Sizes(context=96)), folder / "m.nanoqwen")
+    return folder / "m.nanoqwen"
+
+
+class Recorder(perplexity.Engine):
+    """Logits from all ids held: whoever leaves something in the cache, or skips something, changes the loss. ``log`` lists the calls."""
+
+    name = "recorder"
+
+    def __init__(self, context: int = 96) -> None:
+        super().__init__(Dims(1, 128, 128, 2, 1, 64, 50, context), 128, device="none", description="", context_limit=context)
+        self.log: list[tuple[str, int]] = []
+
+    def logits(self, ids: list[int]) -> np.ndarray:
+        return np.random.default_rng(ids).normal(0, 2, self.dims.vocab).astype(np.float32)
+
+    def _prefill(self, ids):
+        self.log.append(("prefill", len(ids)))
+        return self.logits(self._tokens + ids)
+
+    def _decode(self, token):
+        self.log.append(("decode", 1))
+        return self.logits([*self._tokens, token])
+
+    def _rewind(self, position):
+        pass
+
+    def _close(self):
+        pass
+
+
+@pytest.mark.parametrize("length, window, stride", [(2, 8, 4), (40, 8, 3), (40, 96, 48), (41, 9, 8)])
+def test_an_engine_predicts_each_token_from_its_own_window(length, window, stride):
+    engine = Recorder()
+    engine.prefill([1, 2, 3])  # left over from something else
+    ids = [i % 50 for i in some_ids(length, 3)]
+    (score,) = score_texts(engine, [Text("t", ids, length)], window=window, stride=stride)
+    wanted, done = 0.0, 1
+    for end in range(2, length + 1):  # the token at end - 1, from the first window that reaches it
+        begin = next(b for b in range(0, length, stride) if min(b + window, length) >= end)
+        row = engine.logits(ids[begin : end - 1]).astype(np.float64)
+        wanted += np.log(np.exp(row).sum()) - row[ids[end - 1]]
+        done += 1
+    assert score.tokens == done - 1 == length - 1 and score.loss == pytest.approx(wanted, rel=1e-12)
+    assert sum(kind == "prefill" for kind, _ in engine.log[1:]) == sum(1 for _ in windows(length, window, stride)), "one prefill a window"
+
+
+def test_an_engine_agrees_with_whole_windows(small_file):
+    from nanoqwen.engines import open_engine
+    from nanoqwen.packfile import open_pack
+
+    texts = [Text("t", some_ids(150, 5), 600)]
+    with open_pack(small_file) as opened:
+        model = ReferenceModel.from_pack(opened)
+        (whole,) = score_texts(model, texts, window=64, stride=40)
+        with open_engine(opened, "cpu") as engine:
+            (stepped,) = score_texts(engine, texts, window=64, stride=40)
+        del model
+    assert stepped.loss == pytest.approx(whole.loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["eager", "graph"])
+def test_the_hopper_engines_on_a_played_card(small_file, monkeypatch, name):
+    import cardkit
+
+    from nanoqwen.engines import open_engine
+    from nanoqwen.packfile import open_pack
+
+    texts = [Text("t", some_ids(120, 6), 600)]
+    with open_pack(small_file) as opened, cardkit.played(monkeypatch) as card:
+        card.pack = opened
+        with open_engine(opened, name) as engine:
+            (stepped,) = score_texts(engine, texts, window=48, stride=31)
+        model = ReferenceModel.from_pack(opened)
+        (whole,) = score_texts(model, texts, window=48, stride=31)
+        del model
+    assert stepped.loss == pytest.approx(whole.loss, rel=2e-4)
+
+
+def test_nan_from_an_engine_is_an_error():
+    engine = Recorder()
+    engine.logits = lambda ids: np.full(50, np.nan, np.float32)
+    with pytest.raises(NonFiniteError, match="not finite"):
+        score_texts(engine, [Text("t", [1, 2, 3], 3)], window=8, stride=4)
