@@ -57,7 +57,7 @@ def _notebook_problems(path: Path) -> list[str]:
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         if cell["cell_type"] != "code":
             continue
-        for name, arguments in _book_calls("".join(cell["source"])):
+        for name, arguments in book_calls("".join(cell["source"])):
             if name == "receipt":
                 found += _said(lambda given=arguments: receipt(*given))
                 file = receipts_folder() / f"{arguments[0]}.json"
@@ -69,7 +69,7 @@ def _notebook_problems(path: Path) -> list[str]:
     return found
 
 
-def _book_calls(code: str) -> Iterator[tuple[str, list[str]]]:
+def book_calls(code: str) -> Iterator[tuple[str, list[str]]]:
     """Calls of ``book.show`` and ``book.receipt`` with literal arguments in a cell."""
     plain = "\n".join(line for line in code.splitlines() if not line.lstrip().startswith(("%", "!")))
     for node in ast.walk(ast.parse(plain)):

@@ -5,7 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+from nanoqwen.book.receipts import available, receipt
 from nanoqwen.book.source import book_root
+from nanoqwen.book.sizes import sizes
 from nanoqwen.config import Dims, load_settings
 from nanoqwen.errors import InputError
 from nanoqwen.kv import page_bytes
@@ -64,6 +66,35 @@ def facts() -> dict[str, str]:
         "article-share": f"{100 * empty['total'] / 1e6 / graph_ms / bandwidth['H100 SXM']:.0f}",
         "graph-prompts": str(settings.ladder.graph_prompts),
         "graph-match": f"{settings.ladder.graph_min_token_match * 100:g}",
+        **_articles(),
+        **sizes(),
+        **_measured(),
+    }
+
+
+def _articles() -> dict[str, str]:
+    """What the articles report, and the pinned peer."""
+    rows = {row["engine"]: row for row in quoted()["articles"]["rows"]}
+    peer, gguf = quoted()["llama_cpp"], quoted()["gguf"]
+    return {
+        **{f"article-{engine}-ms": f"{row['ms_per_token']:g}" for engine, row in rows.items()},
+        **{f"article-{engine}-ttft-ms": f"{row['ttft_ms']:g}" for engine, row in rows.items() if "ttft_ms" in row},
+        "llama-build": peer["build"], "llama-source": peer["source_package"], "gguf-gb": f"{gguf['gb']:g}",
+    }  # fmt: skip
+
+
+def _measured() -> dict[str, str]:
+    """Facts of the end-to-end receipt, if there is one of a Hopper card."""
+    if "e2e" not in available() or "graph" not in (made := receipt("e2e")).results["engines"]:
+        return {}
+    graph = made.results["engines"]["graph"]
+    return {
+        "measured-device": made.device,
+        "measured-ceiling-gb-s": f"{made.results['ceiling_gb_s']:,.0f}",
+        "measured-graph-ms": f"{graph['itl_ms']:.2f}",
+        "measured-graph-share": f"{100 * graph['mbu']:.0f}",
+        "measured-graph-ttft-ms": f"{graph['ttft_ms']:.0f}",
+        "measured-limit-ms": f"{limit_ms(graph['bytes_per_token'], made.results['ceiling_gb_s']):.2f}",
     }
 
 

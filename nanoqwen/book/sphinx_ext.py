@@ -5,8 +5,12 @@
     ```{widget} nibble-map        an interactive piece with its still figure
     ```{source} path region       shipped source between its markers
     ```{chapters}                 all chapters, linked as far as they exist
+    ```{measured}                 what was measured on a Hopper card, from receipts
     ```{config-tables}            config/nanoqwen.yaml, from its comments
     ```{demo-checkpoint} loss     how the embedded checkpoint was made and how well, from its training record
+    ```{errata} cache             a table of the errata appendix
+    ```{rented} symptoms          a table of the page about rented cards
+    ```{shown-in} 1: The 7B; 5    links to chapters and their headings, as far as they exist
     {fact}`gb-per-token`          one computed number in a sentence
 
 Anything that is missing is an error that names page and line, so ``jupyter-book build -W`` fails instead of printing a gap.
@@ -26,6 +30,10 @@ from nanoqwen.book.build import problems
 from nanoqwen.book.configdoc import config_markdown
 from nanoqwen.book.contents import chapters_markdown
 from nanoqwen.book.demodoc import demo_part
+from nanoqwen.book.errata import errata_part
+from nanoqwen.book.links import chapter_links
+from nanoqwen.book.rented import rented_part
+from nanoqwen.book.measured import measured_markdown
 from nanoqwen.book.scoreboard import scoreboard_html
 from nanoqwen.book.widgets import widget
 from nanoqwen.errors import NanoqwenError
@@ -95,8 +103,12 @@ def setup(app: Any) -> dict[str, Any]:
     app.add_directive("widget", _directive(widget))
     app.add_directive("source", _directive(_source))
     app.add_directive("chapters", _directive(chapters_markdown))
+    app.add_directive("measured", _directive(measured_markdown))
     app.add_directive("config-tables", _directive(config_markdown))
     app.add_directive("demo-checkpoint", _directive(demo_part))
+    app.add_directive("errata", _directive(errata_part))
+    app.add_directive("rented", _directive(rented_part))
+    app.add_directive("shown-in", _directive(lambda *words: f"Shown in {chapter_links(' '.join(words))}."))
     app.add_role("fact", _fact_role)
     app.connect("builder-inited", _check)
     app.connect("env-get-outdated", _every_page)

@@ -2,7 +2,8 @@
 
 ``explore(ring(pages=7))`` visits every state of the shipped paged-attention ring in small and reports that no schedule has a fault;
 ``explore(in_branch("join"))`` finds the schedule in which a consumer reads a page that is not there yet; ``nanoqwen.book.timeline``
-draws it. Needs no GPU. Chapter 05 uses it. See machine.py for the rules, and for what they assume about the hardware.
+draws it. ``lessons`` has the kernels that chapter 05 runs on the card, under the same names. Needs no GPU. See machine.py for the rules,
+and for what they assume about the hardware.
 """
 
 from nanoqwen.warpmodel.explore import FAULTS, Report, Step, explore

@@ -1,6 +1,7 @@
 """Paged attention as programs for the model: the shipped ring, the ring with one part taken out, and the kernels with the barrier bug.
 
-``ring`` follows ``kernels/decode/paged_attention.cu`` line by line, with fewer warps: a stage holds one page, K and V, for each consumer.
+``ring`` follows ``kernels/decode/paged_attention.cu`` line by line, with fewer warps and pages. (Its lone deviation: the shipped kernel has two
+consumers to a page, the model as many as ``warps_a_page`` says, one where nothing else is asked for.)
 The others are what the original story tells of, in several arrangements, because the story was told in two ways that contradict each other.
 """
 
@@ -28,19 +29,23 @@ def _buffer(kind: str, stage: int, warp: int) -> str:
 
 # [ring]
 def ring(
-    pages: int, stages: int = 3, consumers: int = 2, *,
+    pages: int, stages: int = 3, consumers: int = 2, *, warps_a_page: int = 1,
     empty_barrier: bool = True, parity_slip: int = 0, byte_slip: int = 0, join_barrier: bool = True, wait_full: bool = True,
 ) -> Kernel:  # fmt: skip
-    """The shipped paged-attention kernel for ``pages`` pages. When ``consumers`` does not divide them, the last round is partial.
+    """The shipped paged-attention kernel for ``pages`` pages: a stage holds one, K and V, for each ``warps_a_page`` consumers.
 
-    The keyword arguments break it: without the empty barriers; with another parity in the consumers' wait; with ``byte_slip`` bytes more (or
+    When a stage's pages do not divide ``pages``, the last round is partial. Raises ValueError when consumers are left over. The other
+    keyword arguments break it: without the empty barriers; with another parity in the consumers' wait; with ``byte_slip`` bytes more (or
     fewer) announced than copied; without the ``__syncthreads`` between the loop and the reuse of the pages' memory; or with consumers that do
     not wait for the bytes.
     """
-    rounds = -(-pages // consumers)
+    together, left_over = divmod(consumers, warps_a_page)  # pages of a stage
+    if left_over:
+        raise ValueError(f"{consumers} consumers do not divide into groups of {warps_a_page}")
+    rounds = -(-pages // together)
 
     def count(turn: int) -> int:
-        return min(consumers, pages - turn * consumers)
+        return min(together, pages - turn * together)
 
     def producer() -> Iterator[Operation]:
         yield Sync()  # the barriers are initialised
@@ -49,9 +54,9 @@ def ring(
             if empty_barrier:
                 yield Wait(f"empty[{stage}]", parity ^ 1)
             yield ArriveExpect(f"full[{stage}]", count(turn) * 2 * SLICE_BYTES + byte_slip)
-            for warp in range(count(turn)):
+            for place in range(count(turn)):
                 for kind in "KV":
-                    yield Copy(_buffer(kind, stage, warp), f"{kind} of page {turn * consumers + warp}", SLICE_BYTES, f"full[{stage}]")
+                    yield Copy(_buffer(kind, stage, place), f"{kind} of page {turn * together + place}", SLICE_BYTES, f"full[{stage}]")
         yield from _join(None, consumers, join_barrier)
 
     def consumer(warp: int) -> Iterator[Operation]:
@@ -60,9 +65,10 @@ def ring(
             stage, parity = turn % stages, turn // stages % 2
             if wait_full:
                 yield Wait(f"full[{stage}]", parity ^ parity_slip)
-            if warp < count(turn):
+            place = warp // warps_a_page
+            if place < count(turn):
                 for kind in "KV":
-                    yield Read(_buffer(kind, stage, warp), f"{kind} of page {turn * consumers + warp}")
+                    yield Read(_buffer(kind, stage, place), f"{kind} of page {turn * together + place}")
             yield SyncWarp()
             if empty_barrier:
                 yield Arrive(f"empty[{stage}]")
@@ -70,7 +76,8 @@ def ring(
 
     barriers = {f"full[{i}]": 1 for i in range(stages)} | {f"empty[{i}]": consumers for i in range(stages)}
     warps = {PRODUCER: producer()} | {_consumer(i): consumer(i) for i in range(consumers)}
-    return Kernel(f"ring of {stages}, {pages} pages, {consumers} consumers", warps, barriers)
+    shared = f", {warps_a_page} to a page" if warps_a_page > 1 else ""
+    return Kernel(f"ring of {stages}, {pages} pages, {consumers} consumers{shared}", warps, barriers)
 # [/ring]
 
 

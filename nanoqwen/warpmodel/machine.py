@@ -14,7 +14,7 @@ What the model assumes:
 * ``Sync`` counts arrivals **for each barrier number, one a warp, wherever in the program they come from**. Two ``__syncthreads()`` in two
   branches are the same barrier 0, and arrivals at them add up. Without a count the barrier waits for all warps that have not exited. What
   an in-branch ``__syncthreads()`` does here follows from this one rule and from the other barriers of the kernel. CUDA calls it undefined;
-  the rule is what Hopper is believed to do, and chapter 05 is to check it on the card.
+  the rule is what Hopper is believed to do, and chapter 05 compares it with a card, kernel by kernel.
 * There is no clock: the model tells which schedules exist, not which are likely.
 """
 
