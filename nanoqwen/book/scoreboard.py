@@ -64,7 +64,7 @@ def measured_ms(made: Receipt, entry: str) -> float | None:
 
 def _row(label: str, engine: str, ms: float | None, note: str, kind: str) -> str:
     width = 100.0 if ms is None else position(ms)
-    value = "not measured yet" if ms is None else f"{ms:g} ms"
+    value = "not measured yet" if ms is None else f"{ms:.3g} ms"
     return (
         f'<tr class="nq-{kind} nq-engine-{engine}"><th scope="row">{html.escape(label)}<small>{inline(note)}</small></th>'
         f'<td><span class="nq-bar" style="--w:{width:.2f}%"><span class="nq-value">{value}</span></span></td></tr>'
