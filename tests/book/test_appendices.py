@@ -62,7 +62,7 @@ def test_every_command_of_ours_is_one_that_the_program_takes(name):
 
 
 def test_the_new_pages_print_commands():
-    assert len(printed("book/rented_h100.md")) > 20 and len(printed("book/compare_llama_cpp.md")) == 5
+    assert len(printed("book/rented_h100.md")) > 20 and len(printed("book/compare_llama_cpp.md")) == 6
 
 
 def test_a_wrong_option_would_be_found():
@@ -222,7 +222,7 @@ def test_the_page_names_the_pinned_peer_and_the_command_that_runs():
     text, peer, gguf = page("compare_llama_cpp.md"), facts.quoted()["llama_cpp"], facts.quoted()["gguf"]
     assert set(re.findall(r"\bb1\d{4}\b", text)) == {peer["build"]}
     assert f"commit `{peer['commit'][:9]}`" in text
-    assert set(re.findall(r"[\w.-]+\.gguf", text)) == {gguf["file"]} and f"https://huggingface.co/{gguf['repository']}" in text
+    assert set(re.findall(r"[\w.-]+\.gguf", text)) == {gguf["file"], "random-7b-q4_k_m.gguf"} and f"https://huggingface.co/{gguf['repository']}" in text
     shown = re.search(r"^llama-bench (-m .*)$", text, re.M).group(1)
     assert shown.split() == peers.command(peers.Tool("llama-bench", "FILE"), Protocol.standard(), on_gpu=True)[1:]
     explained = re.findall(r"^\| `(-\w+)[ `]", text, re.M)
