@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nanoqwen.bench import context, e2e, gemv, itl, peers
+from nanoqwen.bench import context, e2e, gemv, itl, peer_torch, peers
 from nanoqwen.bench.ceiling import Ceiling, measure_ceiling
 from nanoqwen.bench.protocol import Protocol, model_facts, sources
 from nanoqwen.bench.receipts import cpu_device, write_receipt
@@ -39,6 +39,8 @@ class Report:
     def write(self, command: str, folder: Path | None) -> Path:
         """The receipt ``<mode>.json`` in ``folder``, or in ``book/receipts``. Raises InputError outside a clone."""
         rests_on = sources(self.mode, self.engines)
+        if peer_torch.NAME in self.results.get("peers", {}):
+            rests_on = sorted({*rests_on, *peer_torch.SOURCES})
         return write_receipt(
             self.mode, command, self.results, self.samples, rests_on, self.protocol, device=self.device, versions=self.versions, folder=folder
         )
@@ -63,6 +65,7 @@ class Request:
     ceiling_bytes: int | None = None
     llama_bench: str | None = None
     gguf: str | None = None
+    torch_peer: bool = False
     writes: bool = False
 
 
@@ -99,12 +102,9 @@ def run(request: Request, pack: PackFile | None, model_name: str, *, tell: Calla
             protocol.check_fits(limit)
     if request.writes and repo_root() is None:
         raise InputError("a receipt names the hashes of its sources, so it is written in a clone of the repository; this nanoqwen is an installed package")
-    tool, skipped = None, None
-    try:
-        tool = peers.find(request.llama_bench, request.gguf)
-    except peers.Skipped as reason:
-        skipped = str(reason)
-        tell(f"peer skipped: {skipped}")
+    missing: list[str] = []
+    tool = _or_skipped(missing, tell, lambda: peers.find(request.llama_bench, request.gguf))
+    card = _or_skipped(missing, tell, lambda: peer_torch.find(request.torch_peer, names, request.device, pack.dims, pack.group_size)) if pack is not None else None
 
     ceilings = {}
     for kind in dict.fromkeys(kind_of(name) for name in names):
@@ -112,7 +112,7 @@ def run(request: Request, pack: PackFile | None, model_name: str, *, tell: Calla
         ceilings[kind] = measure_ceiling(kind, where, request.ceiling_bytes)
     main = ceilings.get("hopper") or ceilings["pytorch"]
     device, versions = _machine(names, request.device)
-    report = Report(request.mode, names, _protocol(request), {"ceiling_gb_s": main.gb_s}, {"ceiling": main.as_dict()}, device, versions, ceilings, skipped)
+    report = Report(request.mode, names, _protocol(request), {"ceiling_gb_s": main.gb_s}, {"ceiling": main.as_dict()}, device, versions, ceilings)
     if main.datasheet_gb_s:
         report.results["datasheet_gb_s"] = main.datasheet_gb_s
     if request.mode == "ceiling":
@@ -122,14 +122,25 @@ def run(request: Request, pack: PackFile | None, model_name: str, *, tell: Calla
     report.results["model"] = model_facts(model_name, pack.dims, pack.group_size, stored, weights)
     for name in names:
         _measure(report, request, pack, name, ceilings[kind_of(name)], progress)
-    if tool is not None:
-        try:
-            found, raw = peers.run(tool, protocol, on_gpu=set(names) != {"cpu"}, ceiling_gb_s=main.gb_s)
-            report.results["peers"], report.samples["peers"] = {peers.NAME: found}, {peers.NAME: raw}
-        except peers.Skipped as reason:
-            report.skipped = str(reason)
-            tell(f"peer skipped: {reason}")
+    beside = {
+        peers.NAME: tool and (lambda: peers.run(tool, protocol, on_gpu=set(names) != {"cpu"}, ceiling_gb_s=main.gb_s)),
+        peer_torch.NAME: card and (lambda: peer_torch.run(pack.dims, pack.group_size, protocol, card, main.gb_s)),
+    }
+    for name, measure in beside.items():
+        if measure and (measured := _or_skipped(missing, tell, measure)):
+            report.results.setdefault("peers", {})[name], report.samples.setdefault("peers", {})[name] = measured
+    report.skipped = "; ".join(missing) or None
     return report
+
+
+def _or_skipped(missing: list[str], tell: Callable[[str], None], work: Callable):
+    """What ``work`` gives; None, said at once and added to ``missing``, when it answers that a peer cannot be measured."""
+    try:
+        return work()
+    except peers.Skipped as reason:
+        missing.append(str(reason))
+        tell(f"peer skipped: {reason}")
+        return None
 
 
 def _measure(report: Report, request: Request, pack: PackFile, name: str, ceiling: Ceiling, progress) -> None:

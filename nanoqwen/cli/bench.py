@@ -1,4 +1,4 @@
-"""`nanoqwen bench`: measure an engine by the book's protocol, against the read ceiling of this machine, and beside llama.cpp."""
+"""`nanoqwen bench`: measure an engine by the book's protocol, against the read ceiling of this machine, and beside llama.cpp and PyTorch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def add_parser(add) -> None:
         "Measure an engine by one of the modes below; `nanoqwen bench MODE --help` lists the options. Every run measures the read "
         "ceiling of the same memory first. Batch 1, greedy, a prompt of varied seeded ids; end ids are ignored, so every run makes all "
         "its tokens. Loading, compiling and capturing are reported apart. Exit status: 0 measured, 2 refused before anything was "
-        "timed, 3 measured, but llama.cpp was asked for and skipped (stderr says what is missing)."))
+        "timed, 3 measured, but a peer was asked for and skipped (stderr says what is missing)."))
     modes = parser.add_subparsers(dest="mode", metavar="MODE", title="modes", parser_class=Parser)
     made = [_mode(modes, name, what) for name, what in MODES.items()]
     # An unknown option is answered with the known ones, and those belong to the modes.
@@ -37,7 +37,7 @@ def _mode(modes, name: str, what: str) -> Parser:
     """The parser of `nanoqwen bench <name>`: a parser of its own, so that options may stand on either side of the FILE."""
     parser = modes.add_parser(name, help=what, description=f"Measure {what}.")
     parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error")
-    parser.set_defaults(file=None, depths=None, llama_bench=None, gguf=None, prompt_tokens=None, gen_tokens=None, warmup=None, seed=None, runs=None)
+    parser.set_defaults(file=None, depths=None, llama_bench=None, gguf=None, torch_peer=False, prompt_tokens=None, gen_tokens=None, warmup=None, seed=None, runs=None)
     if name != "ceiling":
         add_file(parser)
         parser.add_argument("--runs", metavar="N", type=whole_number(1), help="timed runs (default: 5)")
@@ -57,9 +57,11 @@ def _mode(modes, name: str, what: str) -> Parser:
                         help=f"{ENGINE_NAMES}; may be given several times (default: the fastest that runs here)")
     engine.add_argument("--device", metavar="DEVICE", help="cpu, cuda or cuda:N; never replaced by another")
     if name == "e2e":
-        peer = parser.add_argument_group("llama.cpp beside it")
+        peer = parser.add_argument_group("peers beside it")
         peer.add_argument("--llama-bench", metavar="PATH", help="the program llama-bench of llama.cpp; it runs the same two lengths")
         peer.add_argument("--gguf", metavar="FILE", help="the model for it")
+        peer.add_argument("--torch-peer", action="store_true",
+                          help="a decoder of the same dimensions in plain PyTorch: its own INT4 kernel, torch.compile, random weights (needs an NVIDIA GPU)")
     answer = parser.add_argument_group("answer")
     answer.add_argument("--json", action="store_true", help="one JSON object instead of the table, raw samples included")
     where = answer.add_mutually_exclusive_group()
@@ -80,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     )
     request = suite.Request(
         args.mode, protocol, args.engines, args.device, args.depths, args.ceiling_mb and args.ceiling_mb * 1_000_000, args.llama_bench, args.gguf,
-        writes=bool(args.out or args.receipt),
+        args.torch_peer, writes=bool(args.out or args.receipt),
     )  # fmt: skip
     if args.mode == "gemv":
         suite.engines_of(request)  # a missing card is a shorter answer than a packed model
@@ -118,6 +120,8 @@ def command(args: argparse.Namespace) -> str:
     for option in ("llama_bench", "gguf"):
         if getattr(args, option) is not None:
             words.append(f"--{option.replace('_', '-')} {os.path.basename(getattr(args, option))}")
+    if args.torch_peer:
+        words.append("--torch-peer")
     return " ".join([*words, "--receipt"])
 
 
@@ -154,9 +158,13 @@ def table(report):
     for name, peer in report.results.get("peers", {}).items():
         yield ""
         yield f"{name} {peer['build']}, {peer['model']}, {peer['bits_per_weight']:.2f} bits a weight, KV cache {peer['kv_type']}, {peer['backend']}"
+        if "description" in peer:
+            yield f"  {peer['description']}"
         yield from columns([
+            *((what, f"{peer['setup'][f'{what}_s']:,.2f} s") for what in ("build", "compile") if "setup" in peer),
             ("prompt", f"{peer['ttft_ms']:,.2f} ms {_range(peer['spread']['ttft_ms'], 2)}"),
             ("decode", f"{peer['itl_ms']:,.3f} ms a token {_range(peer['spread']['itl_ms'], 3)}, {peer['tokens_per_s']:,.1f} tok/s, behind {peer['depth']:,} tokens"),
+            *([("one by one", f"{peer['itl_unchained_ms']:,.3f} ms a token when the host waits for each id")] if "itl_unchained_ms" in peer else []),
             ("read", f"{human_bytes(peer['bytes_per_token'])} a token = {peer['mbu']:.1%} of the ceiling" if peer["mbu"] else peer.get("mbu_note", "no share: there is no ceiling")),
             *(("differs", text) for text in peer["deviations"]),
         ])

@@ -8,7 +8,7 @@ import pytest
 from benchkit import Card, CardEngine, fake_llama_bench, write_gguf
 
 from nanoqwen import synthetic_pack
-from nanoqwen.bench import ceiling, e2e, itl, suite
+from nanoqwen.bench import ceiling, e2e, itl, peer_torch, suite
 from nanoqwen.bench.protocol import Protocol
 from nanoqwen.bench.peers import DEVIATIONS
 from nanoqwen.bench.receipts import check_receipt, read_receipt
@@ -154,13 +154,60 @@ def test_an_absent_peer_is_skipped_with_its_own_status(run, plain, tmp_path):
     done = run("bench", "e2e", plain, *SMALL, "--engine", "cpu", "--llama-bench", tmp_path / "none", "--gguf", "m.gguf")
     assert done.status == bench.EXIT_PEER_SKIPPED == 3
     assert "peer skipped: " in done.err and "no such program" in done.err and "decode" in done.out
-    assert "3 measured, but llama.cpp was asked for and skipped" in " ".join(run("bench", "--help").out.split())
+    assert "3 measured, but a peer was asked for and skipped" in " ".join(run("bench", "--help").out.split())
 
 
 def test_a_peer_that_fails_is_skipped_and_the_rest_stands(run, plain, tmp_path):
     program, gguf = fake_llama_bench(tmp_path, "sys.exit('cannot load')"), write_gguf(tmp_path / "m.gguf", TENSORS)
     done = run("bench", "e2e", plain, *SMALL, "--engine", "cpu", "--llama-bench", program, "--gguf", gguf)
     assert done.status == 3 and "ended with status 1: cannot load" in done.err and "decode" in done.out
+
+
+@pytest.fixture
+def torch_on_the_cpu(monkeypatch):
+    """PyTorch's decoder beside the CPU engine, its step not compiled: everything else is as on a card."""
+    import torch
+
+    monkeypatch.setattr(peer_torch, "find", lambda asked, *_: "cpu" if asked else None)
+    monkeypatch.setattr(torch, "compile", lambda step, **_: step)
+
+
+def test_pytorch_stands_in_the_same_receipt(run, plain, tmp_path, torch_on_the_cpu):
+    done = run("bench", "e2e", plain, *SMALL, "--engine", "cpu", "--torch-peer", "--out", tmp_path)
+    assert done.status == 0, done.err
+    text = done.out[done.out.index("\ntorch ") :]
+    assert "INT4 group 128 with zero points" in text and "KV cache BF16, CPU" in text and "without a CUDA graph, the prompt eager" in text
+    first = [line.split("  ")[1].strip() for line in text.splitlines()[3:]]
+    assert first == ["build", "compile", "prompt", "decode", "one by one", "read", *["differs"] * len(peer_torch.DEVIATIONS)]
+    receipt = read_receipt(tmp_path / "e2e.json")
+    assert {"ttft_ms", "itl_ms", "tokens_per_s", "mbu", "bytes_per_token", "description", "versions"} <= receipt["results"]["peers"]["torch"].keys()
+    assert len(receipt["samples"]["peers"]["torch"]["runs"]) == 2 and receipt["command"].endswith("--torch-peer --receipt")
+    assert set(peer_torch.SOURCES) <= receipt["sources"].keys() and check_receipt(tmp_path / "e2e.json") == []
+
+
+def test_both_peers_are_measured_or_named(run, plain, tmp_path, torch_on_the_cpu, monkeypatch):
+    program, gguf = fake_llama_bench(tmp_path), write_gguf(tmp_path / "m.gguf", TENSORS)
+    words = ["bench", "e2e", plain, *SMALL, "--engine", "cpu", "--torch-peer", "--json", "--llama-bench"]
+    found = json.loads(run(*words, program, "--gguf", gguf).out)
+    assert list(found["results"]["peers"]) == list(found["samples"]["peers"]) == ["llama.cpp", "torch"] and found["skipped"] is None
+    monkeypatch.setattr(peer_torch, "disagreement", lambda *_: float("nan"))
+    done = run(*words, tmp_path / "none", "--gguf", gguf)
+    assert done.status == 3 and done.err.count("peer skipped: ") == 2 and "no such program" in done.err and "differ by nan" in done.err
+    found = json.loads(done.out)
+    assert "peers" not in found["results"] and "no such program" in found["skipped"] and "differ by nan" in found["skipped"]
+
+
+def test_pytorch_beside_the_cpu_engine_is_skipped_in_one_line(run, plain):
+    done = run("bench", "e2e", plain, *SMALL, "--engine", "cpu", "--torch-peer")
+    assert done.status == 3 and "decode" in done.out and "torch" not in done.out.replace("PyTorch sum", "")
+    assert [line for line in done.err.splitlines() if "peer skipped" in line] == [
+        "nanoqwen: peer skipped: PyTorch's INT4 decoder is measured on an NVIDIA GPU, beside an engine that runs there; give --engine graph, eager or reference"
+    ]
+
+
+def test_pytorch_is_a_peer_of_end_to_end_alone(run, plain):
+    assert "--torch-peer" in run("bench", "e2e", "--help").out
+    assert "--torch-peer" in run("bench", "itl", plain, "--torch-peer").error_line()
 
 
 # ------------------------------------------------------------------------- the tables of a card, on a made-up clock
