@@ -1,11 +1,12 @@
 """Every kernel under NVIDIA's sanitizers: ``python -m nanoqwen.bench.sanitize``.
 
 memcheck looks for accesses outside an array and for API calls that fail, racecheck for two threads that use the same shared memory without
-a barrier between them, synccheck for wrong use of barriers, initcheck for reads of memory that nobody wrote. Each runs
+a barrier between them, synccheck for wrong use of barriers. The receipt is about these three; initcheck, which looks for reads of memory that
+nobody wrote, can be asked for. Each runs
 ``nanoqwen.bench.sanitize_run``, in a process of its own with a time limit. The receipt says what was found, and it is only written
 when nothing was and when every kernel of the runtime was launched.
 
-Reports are printed in full. One kind is not counted as an error: when the driver is asked for a function that it does not have
+Reports are printed in full. One kind is not counted as an error: a failed question to the driver where a function is
 (``cuGetProcAddress``), which is how bindings newer than the driver find out what it can do.
 """
 
@@ -42,8 +43,10 @@ TOOLS = {
     "memcheck": ("--padding", "256", "--report-api-errors", "explicit"),
     "racecheck": (),
     "synccheck": (),
-    "initcheck": (),
+    "initcheck": ("--print-limit", "20"),
 }
+#: The tools of the receipt.
+USUAL = ("memcheck", "racecheck", "synccheck")
 #: These look at our kernels only: the vendor's GEMM is not ours to mend, and racecheck multiplies its time.
 OURS_ONLY = ("racecheck", "synccheck", "initcheck")
 TOOLKIT = Path("/usr/local/cuda/bin")
@@ -203,7 +206,7 @@ def main(arguments: list[str] | None = None) -> int:
         from nanoqwen.bench.prepare import need_hopper
 
         need_hopper("the sanitizers run the Hopper kernels")
-        results, samples = run(options.tool or list(TOOLS), options.sanitizer or find_sanitizer(), tell=lambda line: print(line, flush=True), timeout=options.timeout)
+        results, samples = run(options.tool or USUAL, options.sanitizer or find_sanitizer(), tell=lambda line: print(line, flush=True), timeout=options.timeout)
     except NanoqwenError as error:
         print(f"{COMMAND}: error: {error}", file=sys.stderr)
         return 2
@@ -214,7 +217,7 @@ def main(arguments: list[str] | None = None) -> int:
         from nanoqwen.bench.card import device_facts
 
         device, versions = device_facts(None)
-        protocol = {"tools": {tool: " ".join(words) for tool, words in TOOLS.items()}, "own_kernels_only": list(OURS_ONLY), "memory": "an allocation an array"}
+        protocol = {"tools": {tool: " ".join(TOOLS[tool]) for tool in USUAL}, "own_kernels_only": list(OURS_ONLY), "memory": "an allocation an array"}
         print(write_receipt(NAME, COMMAND, results, samples, sources(), protocol, device=device, versions=versions))
     return 0
 

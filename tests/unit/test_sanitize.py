@@ -60,6 +60,9 @@ def test_a_question_for_a_missing_driver_function_is_told_and_not_counted():
     found = sanitize.parse(PROBE)
     assert (found.errors, found.probes, len(found.reports)) == (0, 1, 1)
     assert "__cuPythonInit" in found.reports[0]
+    # As an H200 with driver 580 answered: the bindings ask for versions of functions that are newer than it.
+    asked = PROBE.replace('CUDA_ERROR_NOT_FOUND (error 500) due to "named symbol not found"', 'CUDA_ERROR_INVALID_VALUE (error 1) due to "invalid argument"')
+    assert sanitize.parse(asked).errors == 0 and sanitize.parse(asked).probes == 1
     other = sanitize.parse(PROBE.replace("cuGetProcAddress_v2", "cuModuleLoadData"))
     assert (other.errors, other.probes) == (1, 0)
 
@@ -159,8 +162,8 @@ def test_the_receipt_is_clean_and_covers_every_kernel_there_is():
         pytest.skip("the sanitizers have not been run on a card yet")
     results = read_receipt(path)["results"]
     assert results["kernels"] == sanitize.kernel_names()
-    assert set(results["tools"]) == set(sanitize.TOOLS) and results["cases"] == list(CASES)
-    assert {tool: found["errors"] for tool, found in results["tools"].items()} == dict.fromkeys(sanitize.TOOLS, 0)
+    assert set(results["tools"]) == set(sanitize.USUAL) and results["cases"] == list(CASES)
+    assert {tool: found["errors"] for tool, found in results["tools"].items()} == dict.fromkeys(sanitize.USUAL, 0)
 
 
 def test_main_writes_no_receipt_when_something_was_found(tmp_path, monkeypatch, capsys):
