@@ -75,14 +75,14 @@ def noted() -> Iterator[set[str]]:
         Launch.__call__ = call
 
 
-def write_pack(path: Path, case: Case) -> None:
-    """The synthetic model of ``case`` as a file, by the numpy twin of the recipe."""
-    with PackWriter(path, case.dims, case.group, schema(case.dims), {"tokenizer_entries": case.dims.vocab}, b"{}", {}) as out:
-        for spec in schema(case.dims):
+def write_pack(path: Path, dims: Dims, group: int) -> None:
+    """A synthetic model as a file, by the numpy twin of the recipe; for dimensions that no synthetic model of a name has."""
+    with PackWriter(path, dims, group, schema(dims), {"tokenizer_entries": dims.vocab}, b"{}", {}) as out:
+        for spec in schema(dims):
             if spec.int4:
-                out.write_int4(spec.name, *int4_rows(spec, case.dims, case.group, 0, spec.rows))
+                out.write_int4(spec.name, *int4_rows(spec, dims, group, 0, spec.rows))
             else:
-                out.write_fp16(spec.name, fp16_rows(spec, case.dims, 0, spec.rows))
+                out.write_fp16(spec.name, fp16_rows(spec, dims, 0, spec.rows))
 
 
 def run_model(case: Case, weights: object) -> None:
@@ -150,7 +150,7 @@ def run_all() -> dict:
             names |= set(kernels.use)
             if number == 0:  # one model comes from a file, so that what copies and re-tiles runs too
                 with tempfile.TemporaryDirectory() as folder:
-                    write_pack(Path(folder) / "model.nanoqwen", case)
+                    write_pack(Path(folder) / "model.nanoqwen", case.dims, case.group)
                     with open_pack(Path(folder) / "model.nanoqwen") as pack:
                         run_model(case, upload(pack))
                 run_ceiling(kernels)

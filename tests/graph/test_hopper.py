@@ -10,14 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from nanoqwen.bench.sanitize_run import write_pack
 from nanoqwen.config import Dims
 from nanoqwen.engines import HOPPER, hopper_problem, open_engine
-from nanoqwen.model import schema
 from nanoqwen.packfile import open_pack
-from nanoqwen.packwriter import PackWriter
 from nanoqwen.reference import ReferenceModel
 from nanoqwen.synthetic import synthetic_dims
-from nanoqwen.synthetic_pack import fp16_rows, int4_rows
 
 if problem := hopper_problem():
     pytest.skip(f"needs a Hopper GPU: {problem}", allow_module_level=True)
@@ -45,12 +43,7 @@ def error(ours: np.ndarray, theirs: np.ndarray) -> float:
 def model(request, tmp_path_factory):
     dims, group = MODELS[request.param]
     path = tmp_path_factory.mktemp("hopper") / "model.nanoqwen"
-    with PackWriter(path, dims, group, schema(dims), {"tokenizer_entries": dims.vocab}, b"{}", {}) as out:
-        for spec in schema(dims):
-            if spec.int4:
-                out.write_int4(spec.name, *int4_rows(spec, dims, group, 0, spec.rows))
-            else:
-                out.write_fp16(spec.name, fp16_rows(spec, dims, 0, spec.rows))
+    write_pack(path, dims, group)
     with open_pack(path) as pack:
         reference = ReferenceModel.from_pack(pack, device="cuda" if torch.cuda.is_available() else "cpu", kv_dtype=torch.float16)
 

@@ -9,14 +9,13 @@ import dataclasses
 
 import pytest
 
+from nanoqwen.bench.sanitize_run import write_pack
 from nanoqwen.config import Dims, load_settings
 from nanoqwen.engines import HOPPER, hopper_problem, open_engine
 from nanoqwen.ladder import layer, run_ladder
-from nanoqwen.model import schema
 from nanoqwen.packfile import open_pack
-from nanoqwen.packwriter import PackWriter
 from nanoqwen.synthetic import synthetic_dims
-from nanoqwen.synthetic_pack import fp16_rows, int4_rows, planned
+from nanoqwen.synthetic_pack import planned
 
 if problem := hopper_problem():
     pytest.skip(f"needs a Hopper GPU: {problem}", allow_module_level=True)
@@ -36,12 +35,7 @@ SETTINGS = load_settings()
 def pack(request, tmp_path_factory):
     dims, group = MODELS[request.param]
     path = tmp_path_factory.mktemp("ladder") / "model.nanoqwen"
-    with PackWriter(path, dims, group, schema(dims), {"tokenizer_entries": dims.vocab}, b"{}", {}) as out:
-        for spec in schema(dims):
-            if spec.int4:
-                out.write_int4(spec.name, *int4_rows(spec, dims, group, 0, spec.rows))
-            else:
-                out.write_fp16(spec.name, fp16_rows(spec, dims, 0, spec.rows))
+    write_pack(path, dims, group)
     with open_pack(path) as opened:
         yield opened
 
