@@ -2,9 +2,8 @@
 
 memcheck looks for accesses outside an array and for API calls that fail, racecheck for two threads that use the same shared memory without
 a barrier between them, synccheck for wrong use of barriers. The receipt is about these three; initcheck, which looks for reads of memory that
-nobody wrote, can be asked for. Each runs
-``nanoqwen.bench.sanitize_run``, in a process of its own with a time limit. The receipt says what was found, and it is only written
-when nothing was and when every kernel of the runtime was launched.
+nobody wrote, can be asked for. Each runs ``nanoqwen.bench.sanitize_run``, in a process of its own with a time limit. The receipt says
+what was found, and it is only written when nothing was and when every kernel of the runtime was launched.
 
 Reports are printed in full. One kind is not counted as an error: a failed question to the driver where a function is
 (``cuGetProcAddress``), which is how bindings newer than the driver find out what it can do.

@@ -69,10 +69,14 @@ def _notebook_problems(path: Path) -> list[str]:
     return found
 
 
+def plain_python(code: str) -> str:
+    """A cell's code without the lines that only a notebook understands."""
+    return "\n".join(line for line in code.splitlines() if not line.lstrip().startswith(("%", "!")))
+
+
 def book_calls(code: str) -> Iterator[tuple[str, list[str]]]:
     """Calls of ``book.show`` and ``book.receipt`` with literal arguments in a cell."""
-    plain = "\n".join(line for line in code.splitlines() if not line.lstrip().startswith(("%", "!")))
-    for node in ast.walk(ast.parse(plain)):
+    for node in ast.walk(ast.parse(plain_python(code))):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name)):
             continue
         given = [*node.args, *(keyword.value for keyword in node.keywords)]

@@ -90,11 +90,8 @@ def _measured() -> dict[str, str]:
     graph = made.results["engines"]["graph"]
     return {
         "measured-device": made.device,
-        "measured-ceiling-gb-s": f"{made.results['ceiling_gb_s']:,.0f}",
         "measured-graph-ms": f"{graph['itl_ms']:.2f}",
         "measured-graph-share": f"{100 * graph['mbu']:.0f}",
-        "measured-graph-ttft-ms": f"{graph['ttft_ms']:.0f}",
-        "measured-limit-ms": f"{limit_ms(graph['bytes_per_token'], made.results['ceiling_gb_s']):.2f}",
     }
 
 

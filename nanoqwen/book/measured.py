@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from nanoqwen.bench.receipts import receipts_folder
 from nanoqwen.book.receipts import Receipt, available, receipt
@@ -87,7 +86,7 @@ def readme_with(text: str, measured: str) -> str:
 
 def main() -> int:
     """Write the README of the clone."""
-    path = Path(receipts_folder()).parents[1] / "README.md"
+    path = receipts_folder().parents[1] / "README.md"
     path.write_text(readme_with(path.read_text(encoding="utf-8"), measured_markdown()), encoding="utf-8")
     print(path)
     return 0

@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from nanoqwen.bench.receipts import hash_source
-from nanoqwen.book.build import book_calls
+from nanoqwen.book.build import book_calls, plain_python
 from nanoqwen.book.source import book_root
 from nanoqwen.errors import InputError
 from nanoqwen.machine import nvidia_gpus
@@ -104,9 +104,8 @@ def _today() -> str:
 
 
 def _code(cell: Mapping) -> str:
-    """A cell's Python, without the lines that only a notebook understands."""
-    text = cell["source"] if isinstance(cell["source"], str) else "".join(cell["source"])
-    return "\n".join(line for line in text.splitlines() if not line.lstrip().startswith(("%", "!")))
+    """A cell's Python; a notebook stores a text as one string or as its lines."""
+    return plain_python(cell["source"] if isinstance(cell["source"], str) else "".join(cell["source"]))
 
 
 def _cells_hash(notebook: Mapping) -> str:
