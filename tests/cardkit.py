@@ -7,7 +7,6 @@ card says nothing about the kernels in `kernels/`, which the same checks meet on
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import types
 from contextlib import contextmanager
@@ -69,6 +68,9 @@ class Launch:
 
     def __init__(self, kernels, name, grid, threads, args, *, region="", shared=0, overlap=True) -> None:
         self.name, self.region, self.grid, self.args, self.card = name, region or name, grid, args, kernels.card
+
+    def resize(self, grid) -> None:
+        self.grid = grid
 
     def __call__(self, stream: Stream) -> None:
         if stream.captured is not None:
@@ -244,70 +246,137 @@ class FakeCard:
 
     # ----------------------------------------------------------------------------------------------- prefill kernels
 
+    def matrix(self, blocks: int):
+        """(layer, name, matrix) of the projection whose blocks begin at that address."""
+        for i, layer in enumerate(self.engine._weights.layers):
+            for name in ("qkv", "o", "gate_up", "down"):
+                if getattr(layer, name).bundles.data.ptr == blocks:
+                    return i, name, getattr(layer, name)
+        raise AssertionError("no projection begins there")
+
+    def weights(self, matrix) -> np.ndarray:
+        """float64 [rows, cols], rounded as kernels/prefill/gemm_int4.cuh does: the largest scale is brought into [2^15, 2^16)."""
+        from nanoqwen.cuda.weights import untile_int4
+        from nanoqwen.ladder import twins
+
+        words, scales = map(np.asarray, untile_int4(matrix, self.engine.group))
+        up = 2.0 ** (15 - np.floor(np.log2(float(scales.max()))) - 24)
+        return (twins.dequantize(words, scales) * up).astype(np.float16) / up
+
+    def read_x(self, x, n: int, cols: int) -> np.ndarray:
+        from nanoqwen.ladder import layouts
+
+        return layouts.untile_x(x[:, :n], np.arange(n), cols, self.engine.group).astype(np.float64)
+
+    def write_x(self, x, rows: np.ndarray) -> None:
+        from nanoqwen.ladder import layouts
+
+        with np.errstate(over="ignore"):
+            layouts.tile_x(x, rows, self.engine.group)
+
+    def product(self, launch) -> tuple[int, int, np.ndarray]:
+        """(layer, splits, x . W^T [n, rows])."""
+        work, operands = launch.args[:2]
+        layer, name, matrix = self.matrix(operands.blocks)
+        p = self.engine._prefiller
+        x = p.x_inner if name == "down" else p.x
+        assert operands.x == x.data.ptr and operands.tokens == x.shape[1] and launch.grid == (min(SMS, work.items),)
+        return layer, work.splits, self.read_x(x, work.n, matrix.cols) @ self.weights(matrix).T
+
+    def sum_parts(self, parts, splits: int, n: int, rows: int) -> np.ndarray:
+        return parts[: splits * n * rows].reshape(splits, n, rows).astype(np.float64).sum(axis=0)
+
+    def k_largest_scale(self, launch) -> None:
+        blocks, count, found = (getattr(a, "value", a) for a in launch.args)
+        scales = blocks.reshape(-1).view(np.float16).reshape(-1, 4 * self.engine._weights.group + 16)[:count, -16:]
+        found[:1].view(np.float32)[...] = np.abs(scales).max()
+
+    def k_projection_bound(self, launch) -> None:
+        blocks, _, first, found = (getattr(a, "value", a) for a in launch.args)
+        rows = self.weights_exact(self.matrix(blocks.data.ptr)[2])[16 * first : 16 * (first + launch.grid[0])]
+        found[:1].view(np.float32)[...] = np.sqrt(np.square(rows).sum(axis=1).max())
+
+    def weights_exact(self, matrix) -> np.ndarray:
+        from nanoqwen.cuda.weights import untile_int4
+        from nanoqwen.ladder import twins
+
+        return twins.dequantize(*map(np.asarray, untile_int4(matrix, self.engine._weights.group)))
+
     def k_embed_rows(self, launch) -> None:
         from nanoqwen import model
 
         (_, ids, residual), n = launch.args, launch.grid[0]
         residual[:n] = self.pack.fp16(model.EMBED)[ids[:n]]
 
-    def k_norm_rows(self, launch) -> None:
+    def k_norm_rows_tiled(self, launch) -> None:
         from nanoqwen.ladder import twins
 
-        residual, product, factor, gain, out, factor_out = launch.args
+        residual, parts, splits, parts_factor, gain, x, tokens, factor, bound, inner = (getattr(a, "value", a) for a in launch.args)
         n, hidden = launch.grid[0], self.dims.hidden
+        assert tokens == x.shape[1]
         total = residual[:n].astype(np.float64)
-        if product is not None:
-            total = total + product[: n * hidden].reshape(n, hidden).astype(np.float64) * factor[:n, None]
+        if parts is not None:
+            total = total + self.sum_parts(parts, splits, n, hidden) * (1 if parts_factor is None else parts_factor[:n, None])
         residual[:n] = total
-        self.scaled(out, factor_out, twins.rms_norm(total, np.asarray(gain, np.float64), self.dims.rms_eps))
+        y = twins.rms_norm(total, np.asarray(gain, np.float64), self.dims.rms_eps)
+        by = np.abs(y).max(axis=1) / 1024
+        factor[:n] = np.where(by == 0, 1, by)
+        self.write_x(x, y / factor[:n, None])
+        if inner is not None:
+            inner[:n] = np.maximum(bound * np.square(y).sum(axis=1) / 32768, 1e-30)
 
-    def k_swiglu_rows(self, launch) -> None:
-        from nanoqwen.ladder import twins
+    def k_gemm_parts(self, launch) -> None:
+        rows, out = (getattr(a, "value", a) for a in launch.args[2:])
+        _, splits, y = self.product(launch)
+        assert y.shape[1] == rows
+        out[: splits * y.size].reshape(splits, *y.shape)[...] = y / splits
 
-        product, factor, out, factor_out = launch.args
-        n, inner = launch.grid[0], self.dims.intermediate
-        both = product[: 2 * n * inner].reshape(n, -1).astype(np.float64) * factor[:n, None]
-        self.scaled(out, factor_out, twins.swiglu(both[:, :inner], both[:, inner:]))
+    k_gemm_parts_middle = k_gemm_parts_narrow = k_gemm_parts
 
-    def scaled(self, out, factor_out, y: np.ndarray) -> None:
-        factor = np.abs(y).max(axis=1, keepdims=True) / 1024
-        factor = np.where(factor == 0, 1, factor)
-        factor_out[: len(y)] = factor[:, 0]
-        out[: y.size] = (y / factor_out[: len(y), None]).reshape(-1)
+    def k_gemm_residual(self, launch) -> None:
+        _, residual, factor = (getattr(a, "value", a) for a in launch.args[2:])
+        y = self.product(launch)[2]
+        residual[: len(y)] += y * (1 if factor is None else factor[: len(y), None])
 
-    def k_dequantise(self, launch) -> None:
-        from nanoqwen.cuda.weights import untile_int4
-        from nanoqwen.ladder import twins
+    def k_gemm_qkv(self, launch) -> None:
+        layer, _, y = self.product(launch)
+        out, p = launch.args[2], self.engine._prefiller
+        self.appends_to(layer, out.keys, out.values)
+        p.q[: len(y)] = self.append(layer, y * p.factor[: len(y), None], out.first_position)
 
-        packed, wide = launch.args[:2]
-        held = (value for layer in self.engine._weights.layers for value in vars(layer).values())
-        matrix = next(m for m in held if any(array is packed for array in getattr(m, "__dict__", {}).values()))
-        w = twins.dequantize(*map(np.asarray, untile_int4(matrix, self.engine.group)))
-        wide[: w.size] = w.reshape(-1)
-
-    def k_rope_append_rows(self, launch) -> None:
-        product, factor, q_bias, *_, position, _, keys, _, q = (getattr(a, "value", a) for a in launch.args)
+    def k_rope_append_parts(self, launch) -> None:
+        parts, splits, factor, q_bias, _, _, _, position, _, keys, values, q = (getattr(a, "value", a) for a in launch.args)
         layer = next(i for i, layer in enumerate(self.engine._weights.layers) if layer.q_bias is q_bias)
-        rows = self.dims.q_size + 2 * self.dims.kv_size
+        self.appends_to(layer, keys, values)
         n = launch.grid[1]
-        q[:n] = self.append(layer, product[: n * rows].reshape(n, rows).astype(np.float64) * factor[:n, None], position)
+        q[:n] = self.append(layer, self.sum_parts(parts, splits, n, self.dims.q_size + 2 * self.dims.kv_size) * factor[:n, None], position)
+
+    def appends_to(self, layer: int, keys: int, values: int) -> None:
+        pool = self.engine._pages.pool
+        assert (keys, values) == (pool[layer, 0].data.ptr, pool[layer, 1].data.ptr)
+
+    def k_gemm_swiglu(self, launch) -> None:
+        from nanoqwen.ladder import twins
+
+        y, p = self.product(launch)[2], self.engine._prefiller
+        assert (launch.args[2].factor, launch.args[2].inner, launch.args[2].out) == (p.factor.data.ptr, p.inner.data.ptr, p.x_inner.data.ptr)
+        gate, up = np.split(y * p.factor[: len(y), None], 2, axis=1)
+        self.write_x(p.x_inner, twins.swiglu(gate, up) / p.inner[: len(y), None])
+
+    k_gemm_swiglu_middle = k_gemm_swiglu_narrow = k_gemm_swiglu
 
     def k_prefill_attention(self, launch) -> None:
         from nanoqwen.ladder import twins
 
-        q, keys, values, table, position, n, out = (getattr(a, "value", a) for a in launch.args)
-        y = twins.paged_attention(q[:n].astype(np.float64), keys, values, table, position, self.dims, 16)
-        out[: y.size] = y.reshape(-1)
+        q, keys, values, table, position, n, out, tokens = (getattr(a, "value", a) for a in launch.args)
+        layer = next(i for i, layer in enumerate(self.engine._pages.pool) if layer[0].data.ptr == keys)
+        self.appends_to(layer, keys, values)
+        assert tokens == out.shape[1]
+        self.write_x(out, twins.paged_attention(q[:n].astype(np.float64), *self.engine._pages.pool[layer], table, position, self.dims, 16))
 
-
-def _gemm(handle, op_a, op_b, rows, n, cols, alpha, a, type_a, lda, b, type_b, ldb, beta, c, *rest) -> None:
-    def view(pointer: int, kind, *shape: int) -> np.ndarray:
-        count = int(np.prod(shape))
-        raw = (ctypes.c_char * (count * np.dtype(kind).itemsize)).from_address(pointer)
-        return np.frombuffer(raw, dtype=kind).reshape(shape)
-
-    with np.errstate(invalid="ignore", over="ignore"):
-        view(c, np.float32, n, rows)[...] = view(b, np.float16, n, cols).astype(np.float32) @ view(a, np.float16, rows, cols).astype(np.float32).T
+    def k_last_row(self, launch) -> None:
+        residual, parts, splits, factor, n, out = (getattr(a, "value", a) for a in launch.args)
+        out[...] = residual[n - 1] + (0 if parts is None else self.sum_parts(parts, splits, n, self.dims.hidden)[n - 1] * factor[n - 1])
 
 
 def _cupy(card: FakeCard) -> types.ModuleType:
@@ -322,7 +391,7 @@ def _cupy(card: FakeCard) -> types.ModuleType:
         getDeviceCount=lambda: 1, getDevice=lambda: 0,
     )  # fmt: skip
     fake.cuda = types.SimpleNamespace(
-        Stream=Stream, Event=Event, alloc_pinned_memory=bytearray, runtime=runtime, Device=lambda *a: types.SimpleNamespace(id=0), device=types.SimpleNamespace(get_cublas_handle=lambda: 0),
+        Stream=Stream, Event=Event, alloc_pinned_memory=bytearray, runtime=runtime, Device=lambda *a: types.SimpleNamespace(id=0),
         memory=types.SimpleNamespace(OutOfMemoryError=MemoryError), get_current_stream=Stream, Graph=object,
     )  # fmt: skip
     return fake
@@ -370,11 +439,9 @@ def played(monkeypatch):
         return modules
 
     real = taken_out()
-    cublas = types.SimpleNamespace(setStream=lambda *a: None, gemmEx=_gemm, CUBLAS_OP_T=1, CUBLAS_OP_N=0)
     driver, nvrtc = types.ModuleType("driver"), types.ModuleType("nvrtc")
     stubs = {
-        "cupy": _cupy(card), "cupy_backends": types.ModuleType("cupy_backends"), "cupy_backends.cuda": types.ModuleType("cupy_backends.cuda"),
-        "cupy_backends.cuda.libs": types.SimpleNamespace(cublas=cublas), "cuda": types.ModuleType("cuda"),
+        "cupy": _cupy(card), "cuda": types.ModuleType("cuda"),
         "cuda.bindings": types.SimpleNamespace(driver=driver, nvrtc=nvrtc),
     }  # fmt: skip
     for name, module in stubs.items():

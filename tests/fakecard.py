@@ -114,14 +114,10 @@ class Card:
             Stream=Stream, Event=Event, Device=lambda: SimpleNamespace(id=0), runtime=runtime, memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
             alloc_pinned_memory=bytearray,
         )  # fmt: skip
-        libs = ModuleType("cupy_backends.cuda.libs")
-        libs.cublas = None
-        stubs = {"cupy": cupy, "cupy_backends": ModuleType("cupy_backends"), "cupy_backends.cuda": ModuleType("cupy_backends.cuda"), "cupy_backends.cuda.libs": libs}
-        for name, module in stubs.items():
-            monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setitem(sys.modules, "cupy", cupy)
         hopper = _import_anew(monkeypatch)
         monkeypatch.setattr(hopper, "Kernels", lambda constants, cache: None)
-        monkeypatch.setattr(hopper, "Prefill", lambda kernels, weights, buffers, chunk: SimpleNamespace(run=self._prefill(buffers)))
+        monkeypatch.setattr(hopper, "Prefill", lambda kernels, weights, buffers, shape, chunk: SimpleNamespace(run=self._prefill(buffers)))
         monkeypatch.setattr(hopper, "head_launches", self._head)
         monkeypatch.setattr(hopper, "decode_launches", self._decode)
         return hopper

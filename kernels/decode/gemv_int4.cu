@@ -3,9 +3,9 @@
 // Computes   FP32 sums of exact integer products: codes (4 bits) times activations (16-bit fixed point, activations.cuh).
 // Moves      rows * cols / 2 bytes of codes + rows * cols / group * 2 of scales, each once; x is kilobytes.
 // Warps      kGemvWarps a CTA, all alike; barriers and shared memory as in stream_gemv.cuh.
-// Layout     re-tiled at upload into bundles of four blocks of 16 rows x one group: the codes [4 blocks][16 rows][group / 8 words], then
-//            the scales [4 blocks][g = 0..7][rows g, g + 8]; 4 KiB + 128 bytes for groups of 128. A warp's share of the matrix is one
-//            contiguous stream, and one bulk copy brings codes and scales. Lane (g, t) reads kLaneWords words of rows g and g + 8.
+// Layout     re-tiled at upload into blocks of 16 rows x one group, each its codes and then its scales (int4_block.cuh); four of them, a bundle,
+//            are 4 KiB + 128 bytes for groups of 128. A warp's share of the matrix is one contiguous stream, and one bulk copy brings codes
+//            and scales. Lane (g, t) reads kLaneWords words of rows g and g + 8.
 // Lost       row-major as in the file (8 rows x 64 bytes a request): the same inner loop, much slower, since every request
 //            opens eight DRAM pages for 64 bytes each.
 // Tensor     m16n8k32, signed bytes. A: `word << 4` and `word` under 0xF0F0F0F0 are 16 times the weights' nibbles as bytes, three
@@ -15,6 +15,7 @@
 #include "activations.cuh"
 #include "constants.cuh"
 #include "gemv_input.cuh"
+#include "int4_block.cuh"
 #include "int4_unpack.cuh"
 #include "stream_gemv.cuh"
 
@@ -33,7 +34,7 @@ struct Int4Weights {
   static_assert(kCols % kGroup == 0, "groups divide the input dimension");
   using Vector = typename LaneVector<kLaneWords>::type;
 
-  static constexpr int kCodeBytes = 8 * kGroup, kScaleBytes = 2 * kTileRows, kBundleBytes = kBundle * (kCodeBytes + kScaleBytes);
+  static constexpr int kBundleBytes = kBundle * Int4Block::kBytes;
 
   struct Fragment {
     Vector top, bottom;  // words of rows g and g + 8
@@ -43,8 +44,8 @@ struct Int4Weights {
   const u8* bundles;
 
   __device__ __forceinline__ Fragment load(const u8* bundle, int j) const {
-    const Vector* mine = reinterpret_cast<const Vector*>(bundle + j * kCodeBytes) + lane_id();
-    return {mine[0], mine[kWarp], *reinterpret_cast<const u32*>(bundle + kBundle * kCodeBytes + j * kScaleBytes + lane_id() / 4 * 4)};
+    const Vector* mine = reinterpret_cast<const Vector*>(bundle + Int4Block::codes(j)) + lane_id();
+    return {mine[0], mine[kWarp], *reinterpret_cast<const u32*>(bundle + Int4Block::scales(j) + lane_id() / 4 * 4)};
   }
 
   __device__ __forceinline__ float2 multiply(const Fragment& f, const u8* record) const {

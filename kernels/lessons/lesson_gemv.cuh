@@ -21,6 +21,7 @@
 
 #include "constants.cuh"
 #include "gemv_input.cuh"
+#include "int4_block.cuh"
 #include "int4_unpack.cuh"
 #include "stream_gemv.cuh"
 
@@ -57,14 +58,14 @@ struct Weights {
   using Path = PathOf;
   using Fragment = Words;
   static constexpr int kRows = kRowCount, kBlocks = kCols / kGroup, kRecord = Path::kRecord;
-  static constexpr int kCodeBytes = 8 * kGroup, kScaleBytes = 2 * kTileRows, kBundleBytes = kBundle * (kCodeBytes + kScaleBytes);
+  static constexpr int kBundleBytes = kBundle * Int4Block::kBytes;
   static constexpr bool kLaneParts = Path::kLaneParts;
 
   const u8* bundles;
 
   __device__ __forceinline__ Words load(const u8* bundle, int j) const {
-    const uint4* mine = reinterpret_cast<const uint4*>(bundle + j * kCodeBytes) + lane_id();
-    return {mine[0], mine[kWarp], *reinterpret_cast<const u32*>(bundle + kBundle * kCodeBytes + j * kScaleBytes + lane_id() / 4 * 4)};
+    const uint4* mine = reinterpret_cast<const uint4*>(bundle + Int4Block::codes(j)) + lane_id();
+    return {mine[0], mine[kWarp], *reinterpret_cast<const u32*>(bundle + Int4Block::scales(j) + lane_id() / 4 * 4)};
   }
 
   // ... and how it is multiplied is what the paths are about.

@@ -15,6 +15,7 @@
 #include "kv_page.cuh"
 #include "mbarrier.cuh"
 #include "page_fragments.cuh"
+#include "tiled_x.cuh"
 
 namespace nanoqwen {
 
@@ -30,9 +31,9 @@ struct PrefillShared {
 
 using namespace nanoqwen;
 
-// q FP32 [n][heads][head_dim]; out FP16 [n][heads * head_dim].
+// q FP32 [n][heads][head_dim]; tiled_out FP16 in the order of tiled_x.cuh, `capacity` tokens a slab.
 extern "C" __global__ void __launch_bounds__(kQueryWarps* kWarp)
-prefill_attention(const float* q, const u16* keys, const u16* values, const int* block_table, int first_position, int n, u16* out) {
+prefill_attention(const float* q, const u16* keys, const u16* values, const int* block_table, int first_position, int n, u16* tiled_out, int capacity) {
   extern __shared__ __align__(128) u8 raw[];
   PrefillShared& shared = *reinterpret_cast<PrefillShared*>(raw);
   const int head = blockIdx.x, kv_head = head / (kNumHeads / kNumKvHeads);
@@ -45,7 +46,9 @@ prefill_attention(const float* q, const u16* keys, const u16* values, const int*
     }
     fence_barrier_init();
   }
+  allow_next_kernel();
   __syncthreads();
+  wait_for_previous_kernel();
 
   const int tile = gridDim.y - 1 - blockIdx.y;  // the longest tiles first
   const int last_query = min(n, (tile + 1) * kTileQueries) - 1;
@@ -153,9 +156,11 @@ prefill_attention(const float* q, const u16* keys, const u16* values, const int*
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     if (row[half] >= n) continue;
-    u16* to = out + (static_cast<size_t>(row[half]) * kNumHeads + head) * kHeadDim + 2 * t;
 #pragma unroll
-    for (int d = 0; d < kDimTiles; ++d)
-      *reinterpret_cast<u32*>(to + 8 * d) = pack_half2(acc[d][2 * half] / denominator[half], acc[d][2 * half + 1] / denominator[half]);
+    for (int d = 0; d < kDimTiles; ++d) {
+      const int position = x_position(head * kHeadDim + 8 * d + 2 * t);
+      u16* to = tiled_out + static_cast<size_t>(position / kSlab) * capacity * kSlab + x_chunk(row[half], position % kSlab / 8) + position % 8;
+      *reinterpret_cast<u32*>(to) = pack_half2(acc[d][2 * half] / denominator[half], acc[d][2 * half + 1] / denominator[half]);
+    }
   }
 }

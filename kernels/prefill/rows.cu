@@ -1,14 +1,12 @@
-// rows: the elementwise kernels of prefill, one CTA a token.
+// rows: how a chunk of a prompt begins and ends, and what is measured of the weights once.
 //
-// embed_rows   residual[n][hidden] = embedding[ids]
-// norm_rows    residual += projection * factor (if any); y = residual / rms * weight; FP16 y / factor, factor
-// swiglu_rows  silu(gate) * up of an FP32 product with its row factor; FP16 y / factor, factor
-// All sums and products in FP32; FP16 only as the operand of the next matrix product (row_scale.cuh).
-// Barriers     inside cta_max_sum, all threads.
+// embed_rows     residual[n][hidden] = embedding[ids]; a CTA a token.
+// last_row       the residual of the chunk's last token, with the last projection added: what the head continues with. One value a thread.
+// largest_scale  of a matrix. The products bring scales up by a power of two that follows from it (gemm_int4.cuh).
 #include "constants.cuh"
 #include "embedding.cuh"
+#include "int4_block.cuh"
 #include "ptx.cuh"
-#include "row_scale.cuh"
 
 namespace nanoqwen {
 constexpr int kThreads = 256;
@@ -17,46 +15,35 @@ constexpr int kThreads = 256;
 using namespace nanoqwen;
 
 extern "C" __global__ void __launch_bounds__(kThreads) embed_rows(const u16* embedding, const int* ids, float* residual) {
+  allow_next_kernel();
+  wait_for_previous_kernel();
   for (int i = 2 * threadIdx.x; i < kHidden; i += 2 * kThreads) {
     const u32 pair = embedding_pair(embedding, ids[blockIdx.x], i);
     *reinterpret_cast<float2*>(residual + static_cast<size_t>(blockIdx.x) * kHidden + i) = make_float2(low_half(pair), high_half(pair));
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
-norm_rows(float* residual, const float* product, const float* product_factor, const u16* weight, u16* out, float* factor) {
-  float* row = residual + static_cast<size_t>(blockIdx.x) * kHidden;
-  float squares = 0.0f, largest = 0.0f;
-  for (int i = threadIdx.x; i < kHidden; i += kThreads) {
-    float x = row[i];
-    if (product) row[i] = x += product[static_cast<size_t>(blockIdx.x) * kHidden + i] * product_factor[blockIdx.x];
-    squares += x * x;
-    largest = fmaxf(largest, fabsf(x * half_to_float(weight[i])));
-  }
-  const float2 both = cta_max_sum<kThreads>(largest, squares);
-  const float scale = rsqrtf(both.y / kHidden + kRmsEps);
-  const float f = row_factor(both.x * scale);  // the sum of squares is NaN if any element is, and so is scale
-  for (int i = threadIdx.x; i < kHidden; i += kThreads)
-    out[static_cast<size_t>(blockIdx.x) * kHidden + i] = float_to_half(row[i] * scale * half_to_float(weight[i]) / f);
-  if (threadIdx.x == 0) factor[blockIdx.x] = f;
+// residual [n][hidden]; parts FP32 [splits][n][hidden] with the tokens' factors, or null: it is in the residual already.
+extern "C" __global__ void __launch_bounds__(kThreads) last_row(const float* residual, const float* parts, int splits, const float* factor, int n, float* out) {
+  const int i = blockIdx.x * kThreads + threadIdx.x;
+  allow_next_kernel();
+  wait_for_previous_kernel();
+  if (i >= kHidden) return;
+  const size_t at = static_cast<size_t>(n - 1) * kHidden + i;
+  float sum = 0.0f;
+  if (parts)
+    for (int s = 0; s < splits; ++s) sum += parts[s * (static_cast<size_t>(n) * kHidden) + at];
+  out[i] = residual[at] + (parts ? sum * factor[n - 1] : 0.0f);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) swiglu_rows(const float* gate_up, const float* product_factor, u16* out, float* factor) {
-  const float* gate = gate_up + static_cast<size_t>(blockIdx.x) * 2 * kIntermediate;
-  const float* up = gate + kIntermediate;
-  const float f_in = product_factor[blockIdx.x];
-  const auto value = [&](int i) {
-    const float g = gate[i] * f_in;
-    return g / (1.0f + expf(-g)) * (up[i] * f_in);
-  };
-  float largest = 0.0f, sum = 0.0f;
-  for (int i = threadIdx.x; i < kIntermediate; i += kThreads) {
-    const float y = value(i);
-    largest = fmaxf(largest, fabsf(y));
-    sum += y;  // only to notice NaN, which fmaxf drops
+// result: bits of the largest scale as a float; 0 before. A warp takes four blocks at a time, eight lanes a block. The largest of several numbers
+// does not depend on their order, so the atomic leaves nothing to chance.
+extern "C" __global__ void __launch_bounds__(kThreads) largest_scale(const u8* blocks, int count, u32* result) {
+  float largest = 0.0f;
+  for (int pair = blockIdx.x * kThreads + threadIdx.x; pair < 8 * count; pair += gridDim.x * kThreads) {
+    const u32 both = reinterpret_cast<const u32*>(blocks + static_cast<size_t>(pair / 8) * Int4Block::kBytes + Int4Block::kCodeBytes)[pair % 8];
+    largest = fmaxf(largest, fmaxf(fabsf(low_half(both)), fabsf(high_half(both))));
   }
-  const float2 both = cta_max_sum<kThreads>(largest, sum);
-  const float f = both.y != both.y ? both.y : row_factor(both.x);
-  for (int i = threadIdx.x; i < kIntermediate; i += kThreads) out[static_cast<size_t>(blockIdx.x) * kIntermediate + i] = float_to_half(value(i) / f);
-  if (threadIdx.x == 0) factor[blockIdx.x] = f;
+  largest = warp_max(largest);
+  if (lane_id() == 0) atomicMax(result, __float_as_uint(largest));
 }

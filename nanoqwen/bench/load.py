@@ -19,8 +19,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from nanoqwen.bench.receipts import cpu_device, write_receipt
-from nanoqwen.config import repo_root
+from nanoqwen.bench.receipts import HOPPER_SOURCES, cpu_device, source_files, write_receipt
 from nanoqwen.errors import DeviceError, NanoqwenError
 from nanoqwen.model import schema
 from nanoqwen.packfile import open_pack
@@ -29,10 +28,7 @@ from nanoqwen.synthetic_pack import PREFIX, fp16_rows, int4_rows, planned
 
 NAME = "load"
 COMMAND = "python -m nanoqwen.bench.load"
-ROOMS = (
-    "nanoqwen/bench/load.py", "nanoqwen/cuda/*.py", "nanoqwen/engines/hopper.py", "nanoqwen/packfile.py", "config/nanoqwen.yaml",
-    "kernels/common/*.cuh", "kernels/setup/*.cu", "kernels/decode/*.cu", "kernels/prefill/*.cu",
-)  # fmt: skip
+ROOMS = ("nanoqwen/bench/load.py", "nanoqwen/packfile.py", *HOPPER_SOURCES)
 COLD_RUNS, WARM_RUNS = 2, 5
 BLOCK_ROWS = 256
 TIMEOUT_S = 120
@@ -167,9 +163,7 @@ def main(arguments: list[str] | None = None) -> int:
             "cold": f"{COLD_RUNS} fresh processes, each with empty caches of compiled kernels", "warm": f"{WARM_RUNS} fresh processes, caches filled",
             "steps": list(STEPS), "summary": "medians",
         }  # fmt: skip
-        root = repo_root()
-        sources = sorted(str(p.relative_to(root)) for room in ROOMS for p in root.glob(room))
-        print(write_receipt(NAME, COMMAND, results, samples, sources, protocol, device=device, versions=versions))
+        print(write_receipt(NAME, COMMAND, results, samples, source_files(ROOMS), protocol, device=device, versions=versions))
     print(json.dumps(results, indent=2))
     return 0
 

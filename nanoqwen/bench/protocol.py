@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from nanoqwen.bench.receipts import HOPPER_SOURCES, source_files
 from nanoqwen.config import Dims, load_settings, repo_root
 from nanoqwen.errors import ContextError
 from nanoqwen.synthetic import splitmix64
@@ -28,10 +29,10 @@ _MODES = {
     "itl": ("nanoqwen/bench/itl.py", "nanoqwen/bench/e2e.py"),
     "context": ("nanoqwen/bench/context.py", "nanoqwen/bench/e2e.py"),
     "gemv": ("nanoqwen/bench/gemv.py",),
+    "prefill": ("nanoqwen/bench/prefill.py", "nanoqwen/bench/card_prefill.py", "nanoqwen/bench/e2e.py"),
 }
 _PYTORCH = ("nanoqwen/engines/cpu.py", "nanoqwen/reference.py", "nanoqwen/weights.py", "nanoqwen/kv.py")
-_HOPPER = ("nanoqwen/engines/hopper.py", "nanoqwen/engines/synthetic.py", "nanoqwen/bench/card.py")
-_HOPPER_ROOMS = ("nanoqwen/cuda/*.py", "kernels/common/*.cuh", "kernels/setup/*.cu", "kernels/decode/*.cu", "kernels/prefill/*.cu")
+_HOPPER = ("nanoqwen/engines/synthetic.py", "nanoqwen/bench/card.py")
 
 
 @dataclass(frozen=True)
@@ -102,10 +103,9 @@ def model_facts(name: str, dims: Dims, group: int, stored_bytes: int, weights: i
 
 def sources(mode: str, engines: Sequence[str]) -> list[str]:
     """The files a receipt of ``mode`` over ``engines`` rests on, relative to the root of the clone."""
-    root = repo_root()
     found = [*_BENCH, *_MODES.get(mode, ())]
     if {"cpu", "reference"} & set(engines):
         found += _PYTORCH
-    if root is not None and {"eager", "graph"} & set(engines):
-        found += [*_HOPPER, *(str(p.relative_to(root)) for room in _HOPPER_ROOMS for p in root.glob(room))]
+    if repo_root() is not None and {"eager", "graph"} & set(engines):
+        found += [*_HOPPER, *source_files(HOPPER_SOURCES)]
     return sorted(set(found))

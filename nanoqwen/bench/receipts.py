@@ -24,6 +24,12 @@ from nanoqwen import __version__
 from nanoqwen.config import repo_root
 from nanoqwen.errors import InputError
 
+#: What every number of the Hopper engines rests on: the kernels and the code that plans, compiles and launches them.
+HOPPER_SOURCES = (
+    "kernels/common/*.cuh", "kernels/setup/*.cu", "kernels/decode/*.cu", "kernels/prefill/*.cu", "kernels/prefill/*.cuh", "nanoqwen/cuda/*.py",
+    "nanoqwen/engines/hopper.py", "config/nanoqwen.yaml",
+)  # fmt: skip
+
 KEYS = ("name", "command", "date", "device", "versions", "sources", "protocol", "samples", "results")
 
 
@@ -33,6 +39,12 @@ def receipts_folder() -> Path:
     if root is None:
         raise InputError("receipts belong to a clone of the repository; this nanoqwen is an installed package")
     return root / "book" / "receipts"
+
+
+def source_files(patterns: Iterable[str]) -> list[str]:
+    """The files of the clone that match ``patterns``, sorted, as paths relative to its root. Raises InputError outside a clone."""
+    root = receipts_folder().parents[1]
+    return sorted({str(path.relative_to(root)) for pattern in patterns for path in root.glob(pattern)})
 
 
 def write_receipt(

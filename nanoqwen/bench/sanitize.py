@@ -25,17 +25,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanoqwen.bench.receipts import write_receipt
-from nanoqwen.config import repo_root
+from nanoqwen.bench.receipts import HOPPER_SOURCES, source_files, write_receipt
 from nanoqwen.errors import DeviceError, NanoqwenError
 
 NAME = "sanitize"
 COMMAND = "python -m nanoqwen.bench.sanitize"
 #: Files whose change can make a kernel wrong; ``sources`` lists them.
-ROOMS = (
-    "nanoqwen/bench/sanitize.py", "nanoqwen/bench/sanitize_run.py", "nanoqwen/cuda/*.py", "nanoqwen/engines/hopper.py", "config/nanoqwen.yaml",
-    "kernels/common/*.cuh", "kernels/setup/*.cu", "kernels/decode/*.cu", "kernels/prefill/*.cu",
-)  # fmt: skip
+ROOMS = ("nanoqwen/bench/sanitize.py", "nanoqwen/bench/sanitize_run.py", *HOPPER_SOURCES)
 TIMEOUT_S = 180
 #: Options of each tool. Padding keeps allocations apart, so that an overrun of one does not end in the next.
 TOOLS = {
@@ -46,7 +42,7 @@ TOOLS = {
 }
 #: The tools of the receipt.
 USUAL = ("memcheck", "racecheck", "synccheck")
-#: These look at our kernels only: the vendor's GEMM is not ours to mend, and racecheck multiplies its time.
+#: These look at our kernels only: what CuPy launches is not ours to mend, and racecheck multiplies its time.
 OURS_ONLY = ("racecheck", "synccheck", "initcheck")
 TOOLKIT = Path("/usr/local/cuda/bin")
 PREFIX = "========= "
@@ -172,8 +168,7 @@ def kernel_names() -> list[str]:
 
 def sources() -> list[str]:
     """The files the receipt rests on, relative to the root of the clone."""
-    root = repo_root()
-    return sorted(str(path.relative_to(root)) for room in ROOMS for path in root.glob(room))
+    return source_files(ROOMS)
 
 
 def run(tools: Sequence[str], sanitizer: Path, tell: Callable[[str], None], timeout: float = TIMEOUT_S) -> tuple[dict, dict]:

@@ -40,12 +40,15 @@ class Case:
     steps: int
 
 
-#: A page holds 16 tokens, a chunk of the prefill 512. The step after a prompt of 15 fills a page, the one after that opens another.
+#: A page holds 16 tokens; the step after a prompt of 15 fills one, the step after that opens another. Prefill has kernels for short chunks, for
+#: middle ones, for long ones in parts and for the longest (nanoqwen/cuda/prefill_plan.py): each of them is met.
 CASES = {
-    "embedded": Case(dataclasses.replace(synthetic_dims("demo"), num_layers=2, vocab=1000, max_position=1024), 128, (1, 15, 16, 17, 513), 3),
+    "embedded": Case(dataclasses.replace(synthetic_dims("demo"), num_layers=2, vocab=1000, max_position=1088), 128, (1, 15, 16, 17, 40, 130, 1025), 3),
     "heads of 64, group 64, tied": Case(Dims(1, 448, 1024, 7, 1, 64, 1000, 1024, tied=True), 64, (15, 49), 3),
     "one layer of the 7B": Case(dataclasses.replace(SEVEN, num_layers=1, vocab=4096, max_position=1024), 128, (15,), 3),
 }
+#: Tokens of the prompt that follows these steps, at a position that is not zero.
+MORE = 5
 #: How ids are chosen on the card.
 CHOICES = (GREEDY, SamplingParams(temperature=0.8, top_k=50, top_p=0.9, seed=1))
 #: Bytes that the ceiling kernel reads: several turns of the ring for some warps, fewer for others, and a broken chunk of 4 KiB.
@@ -100,6 +103,7 @@ def run_model(case: Case, weights: object) -> None:
                 engine.reset()
                 logits.append(engine.prefill(ids[:length]))
                 logits += [engine.decode(token) for token in ids[length:]]
+                logits.append(engine.prefill(ids[:1] * MORE))
             engine.reset()
             logits += [engine.decode(token) for token in varied(2, vocab)]  # from nothing: the first token opens a page
             for params in CHOICES:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nanoqwen.bench import context, e2e, gemv, itl, peer_torch, peers
+from nanoqwen.bench import context, e2e, gemv, itl, peer_torch, peers, prefill
 from nanoqwen.bench.ceiling import Ceiling, measure_ceiling
 from nanoqwen.bench.protocol import Protocol, model_facts, sources
 from nanoqwen.bench.receipts import cpu_device, write_receipt
@@ -18,7 +18,7 @@ from nanoqwen.errors import DeviceError, InputError
 from nanoqwen.packfile import PackFile
 from nanoqwen.synthetic_pack import is_planned, too_large
 
-MODES = ("e2e", "gemv", "itl", "context", "ceiling")
+MODES = ("e2e", "gemv", "itl", "context", "prefill", "ceiling")
 
 
 @dataclass
@@ -98,7 +98,7 @@ def run(request: Request, pack: PackFile | None, model_name: str, *, tell: Calla
         limit = pack.dims.max_position
         if request.mode == "context":
             context.usable_depths(limit, protocol, request.depths)
-        elif request.mode != "gemv":
+        elif request.mode not in ("gemv", "prefill"):
             protocol.check_fits(limit)
     if request.writes and repo_root() is None:
         raise InputError("a receipt names the hashes of its sources, so it is written in a clone of the repository; this nanoqwen is an installed package")
@@ -151,7 +151,10 @@ def _measure(report: Report, request: Request, pack: PackFile, name: str, ceilin
             results["shapes"], samples["shapes"] = found, raw
             report.notes += notes
             return
-        if request.mode == "context":
+        if request.mode == "prefill":
+            found, raw = prefill.measure(engine, request.protocol.seed, progress)
+            results.setdefault("setup", {})[name] = setup.as_dict()
+        elif request.mode == "context":
             found, raw = context.measure(engine, request.protocol, ceiling, progress, request.depths)
             results.setdefault("setup", {})[name] = setup.as_dict()
         else:
@@ -161,7 +164,7 @@ def _measure(report: Report, request: Request, pack: PackFile, name: str, ceilin
 
 
 def _protocol(request: Request) -> dict:
-    out = request.protocol.as_dict()
+    out = request.protocol.as_dict() if request.mode != "prefill" else prefill.protocol(request.protocol.seed)
     if hasattr(os, "getloadavg"):
         out["load_at_start"] = round(os.getloadavg()[0], 2)
     return out

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from nanoqwen.config import Dims, load_settings
-from nanoqwen.cuda.constants import LaunchShape
+from nanoqwen.cuda.constants import PREFILL_CHUNK, LaunchShape
 from nanoqwen.cuda.memory import Plan, plan
 from nanoqwen.model import EMBED, schema
 
 #: Streaming multiprocessors of an H100 SXM and an H200, from NVIDIA's data sheets. They decide a few MB of partial sums.
 HOPPER_SMS = 132
-#: Tokens that the engine prefills together (nanoqwen/cuda/prefill.py, which needs a card to be imported).
-PREFILL_CHUNK = 512
 
 
 def stored_bytes(dims: Dims, group: int) -> tuple[int, int]:

@@ -15,6 +15,7 @@ MODES = {
     "e2e": "prefill, time to first token and decode",
     "itl": "single decode steps: distribution, and on a Hopper card the time of eleven regions",
     "context": "decode at several context depths",
+    "prefill": "time to first token of prompts of many lengths",
     "gemv": "the INT4 kernels alone (Hopper card)",
     "ceiling": "how fast this memory can be read",
 }
@@ -40,9 +41,12 @@ def _mode(modes, name: str, what: str) -> Parser:
     parser.set_defaults(file=None, depths=None, llama_bench=None, gguf=None, torch_peer=False, prompt_tokens=None, gen_tokens=None, warmup=None, seed=None, runs=None)
     if name != "ceiling":
         add_file(parser)
+    if name not in ("ceiling", "prefill"):
         parser.add_argument("--runs", metavar="N", type=whole_number(1), help="timed runs (default: 5)")
     if name in ("e2e", "itl"):
         parser.add_argument("--prompt-tokens", metavar="N", type=whole_number(1), help="prompt length (default: the protocol's 512)")
+    if name == "prefill":
+        parser.add_argument("--seed", metavar="N", type=whole_number(0, 2**32 - 1), help="of the prompt's ids (default: 0)")
     if name in ("e2e", "itl", "context"):
         parser.add_argument("--gen-tokens", metavar="N", type=whole_number(2), help="tokens to generate (default: the protocol's 128)")
         parser.add_argument("--warmup", metavar="N", type=whole_number(0), help="untimed runs first (default: the protocol's 3)")
@@ -140,6 +144,8 @@ def table(report):
     yield f"model: {model['name']}, {model['bits_per_weight']:.2f} bits a weight, KV cache {model['kv_type']}"
     if report.mode == "gemv":
         yield f"protocol: {p['runs']} runs of a graph over all layers, after 1 warm-up"
+    elif report.mode == "prefill":
+        yield f"protocol: {p['cold']}; {p['sustained']}"
     else:
         prompt = "" if report.mode == "context" else f"{p['prompt_tokens']:,} prompt tokens (varied ids, seed {p['seed']}), "
         yield (f"protocol: {p['name']}: batch 1, {prompt}{p['gen_tokens']:,} generated, greedy, end ids ignored, "
@@ -151,7 +157,9 @@ def table(report):
         )], right=(2, 3, 4))
     for name, found in report.results.get("engines", {}).items():
         yield ""
-        if report.mode == "context":
+        if report.mode == "prefill":
+            yield from _prefill(name, found)
+        elif report.mode == "context":
             yield from _context(name, found, report.results["setup"][name])
         else:
             yield from {"e2e": _e2e, "itl": _itl}[report.mode](name, found, p)
@@ -220,3 +228,14 @@ def _context(name: str, r: dict, setup: dict):
         (f"{int(depth):,}", f"{row['itl_ms']:,.3f}", f"{row['tokens_per_s']:,.1f}", "" if row["mbu"] is None else f"{row['mbu']:.1%}", _range(row["spread"], 3))
         for depth, row in r.items()
     )], right=(0, 1, 2, 3))
+
+
+def _prefill(name: str, r: dict):
+    workspace = f", workspace {human_bytes(r['workspace_bytes'])}" if "workspace_bytes" in r else ""
+    yield f"{name}{workspace}"
+    yield from columns([("tokens", "cold, ms", "sustained, ms", "tok/s", "TFLOP/s"), *(
+        (f"{int(n):,}", f"{row['cold_ms']:,.3f}", f"{row['ttft_ms']:,.3f}", f"{row['tokens_per_s']:,.0f}", f"{row['products_tflop_s']:,.1f}")
+        for n, row in r["lengths"].items()
+    )], right=(0, 1, 2, 3, 4))
+    if not all(row["same_id_in_every_run"] for row in r["lengths"].values()):
+        yield "  the runs did not give the same id: something is wrong, `nanoqwen validate` tells more"

@@ -24,6 +24,8 @@ STREAM_LEAST = 116 * 1024
 STREAM_BESIDE, STREAM_MOST = 148 * 1024, 220 * 1024
 #: Columns of one slice of the FP16 head, and bytes of one of its blocks and of its part of x (kernels/decode/lm_head.cu).
 HEAD_SLICE, HEAD_BLOCK, HEAD_RECORD = 32, 1024, 128
+#: Tokens of a prompt that run through the layers together: enough for tensor cores to be the limit, few enough for the workspace.
+PREFILL_CHUNK = 2048
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,12 @@ class Launch:
         other._config = launch_config(*self._shape, False)
         return other
 
+    def resize(self, grid: tuple[int, ...]) -> None:
+        """Launch with another grid from now on."""
+        self._shape = grid, *self._shape[1:]
+        config = self._config
+        config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
+
     def __call__(self, stream: cupy.cuda.Stream) -> None:
         """Launch on ``stream``; returns at once."""
         self._config.hStream = stream.ptr

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from nanoqwen import model
 from nanoqwen.config import Dims, load_settings
 from nanoqwen.cuda.constants import LaunchShape, padded_rows, streams
+from nanoqwen.cuda.prefill_plan import prefill_bytes
 from nanoqwen.errors import DeviceError
 from nanoqwen.kv import kv_bytes
 
-#: Left free for the driver's own needs: contexts, modules, cuBLAS, fragmentation.
+#: Left free for the driver's own needs: contexts, modules, fragmentation.
 RESERVE = 512 << 20
 
 
@@ -48,11 +49,7 @@ def workspace_bytes(dims: Dims, group: int, shape: LaunchShape, context: int, ch
     decode = 4 * (sum(parts[name] * padded_rows(n) for name, n in rows.items()) + padded_rows(dims.vocab))
     attention = 4 * shape.attention_splits(dims.num_kv_heads) * dims.num_heads * (dims.head_dim + 2)
     rope = 8 * dims.max_position * (dims.head_dim // 2)
-    widest_matrix = 2 * max(s.rows * s.cols * (2 if "gate" in s.name else 1) for s in model.block_schema(dims, 0) if s.int4)
-    products = max(rows["qkv"], 2 * dims.intermediate)
-    columns = max(dims.hidden, dims.q_size, dims.intermediate)
-    prefill = widest_matrix + chunk * (4 * products + 2 * columns + 4 * dims.hidden + 4 * dims.q_size)
-    return decode + attention + rope + prefill
+    return decode + attention + rope + prefill_bytes(dims, chunk)
 
 
 def plan(dims: Dims, group: int, shape: LaunchShape, context: int, chunk: int) -> Plan:

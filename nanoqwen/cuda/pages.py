@@ -45,8 +45,8 @@ class DevicePages:
     def ensure(self, tokens: int) -> tuple[list[int], bool]:
         """Hold pages for ``tokens`` tokens. Returns (pages newly taken, in order; whether the pool moved).
 
-        A page that was taken may hold anything: whoever takes it clears it before attention reads it. When the pool cannot
-        grow, the error comes before a page is taken.
+        A page that was taken may hold anything: whoever takes it writes or clears all of it before attention reads it. When the pool
+        cannot grow, the error comes before a page is taken.
         """
         missing = pages_for(tokens, self.spec.page_tokens) - len(self.table.pages)
         short = missing - self.allocator.free_pages
@@ -64,13 +64,9 @@ class DevicePages:
         self.allocator.free(self.table.pages[keep:])
         del self.table.pages[keep:]
 
-    def clear(self, pages: list[int]) -> None:
-        """Zeros in ``pages`` of every layer: what another sequence left there may be NaN, and 0 * NaN is NaN."""
-        if pages:
-            self.pool[:, :, pages] = 0
-
     def clear_tail(self, tokens: int) -> None:
-        """Zeros behind the first ``tokens`` tokens in the page that holds the last of them: rows that were dropped there may be NaN."""
+        """Zeros behind the first ``tokens`` tokens in the page that holds the last of them: what was dropped there, or left by another
+        sequence, may be NaN, and 0 * NaN is NaN."""
         page_tokens = self.spec.page_tokens
         if used := tokens % page_tokens:
             rows = self.pool.reshape(*self.pool.shape[:3], self.dims.num_kv_heads, page_tokens, self.dims.head_dim)

@@ -76,8 +76,8 @@ class DeviceModel:
 def tile(matrix: cupy.ndarray, slice_width: int) -> cupy.ndarray:
     """[rows, cols], rows a multiple of 16 -> blocks [rows // 16 * (cols // slice_width), 16, slice_width], padded with zeros to whole bundles.
 
-    The order in which the streaming GEMV reads: a warp takes 16 rows of one slice at a time (kernels/common/stream_gemv.cuh). Codes are
-    sliced by group (group // 8 words), scales by 1, the FP16 head by 32.
+    The order in which the streaming GEMV reads: a warp takes 16 rows of one slice at a time (kernels/common/stream_gemv.cuh). The FP16
+    head is sliced by 32; ``tile_int4`` puts projections into the same order.
     """
     rows, cols = matrix.shape
     tiles, slices = rows // TILE_ROWS, cols // slice_width
@@ -87,29 +87,33 @@ def tile(matrix: cupy.ndarray, slice_width: int) -> cupy.ndarray:
 
 
 def tile_int4(codes: cupy.ndarray, scales: cupy.ndarray) -> Int4Matrix:
-    """Codes uint32 [rows, cols // 8] and scales float16 [rows, cols // group] -> bundles of four blocks of 16 rows x one group.
+    """Codes uint32 [rows, cols // 8] and scales float16 [rows, cols // group] -> blocks of 16 rows x one group, four to a bundle.
 
-    A bundle holds the codes of its blocks [4][16 rows][group // 8 words] and then their scales [4][g = 0..7][rows g, g + 8], the two
-    rows of a tensor-core lane side by side (kernels/decode/gemv_int4.cu).
+    A block holds its codes [16 rows][group // 8 words] and then its scales [g = 0..7][rows g, g + 8], the two rows of a tensor-core lane
+    side by side (kernels/common/int4_block.cuh). Blocks that fill the last bundle are zeros.
     """
-    per_row = codes.shape[1] // scales.shape[1]
-    words = tile(codes, per_row).reshape(-1, BUNDLE * TILE_ROWS * per_row)
-    pairs = tile(scales, 1).reshape(-1, 2, TILE_ROWS // 2).transpose(0, 2, 1)  # [block][g][row g, row g + 8]
-    bundles = cupy.concatenate((words, cupy.ascontiguousarray(pairs).view(np.uint32).reshape(len(words), -1)), axis=1)
-    return Int4Matrix(bundles, len(codes), codes.shape[1] * 8)
+    (rows, slices), per_row = scales.shape, codes.shape[1] // scales.shape[1]
+    out = cupy.zeros((-(-rows // TILE_ROWS * slices // BUNDLE), BUNDLE * (TILE_ROWS * per_row + TILE_ROWS // 2)), dtype=np.uint32)
+    matrix = Int4Matrix(out, rows, codes.shape[1] * 8)
+    to_codes, to_scales = _block_views(matrix, per_row)
+    to_codes[...] = codes.reshape(-1, TILE_ROWS, slices, per_row).transpose(0, 2, 1, 3)
+    to_scales[...] = scales.reshape(-1, 2, TILE_ROWS // 2, slices).transpose(0, 3, 2, 1)
+    return matrix
 
 
 def untile_int4(matrix: Int4Matrix, group: int) -> tuple[cupy.ndarray, cupy.ndarray]:
     """The inverse of ``tile_int4``: (codes uint32 [rows, cols // 8], scales float16 [rows, cols // group])."""
-    per_row, tiles, slices = group // 8, matrix.rows // TILE_ROWS, matrix.cols // group
-    at = BUNDLE * TILE_ROWS * per_row
-    codes = cupy.ascontiguousarray(matrix.bundles[:, :at]).reshape(-1, TILE_ROWS, per_row)[: tiles * slices]
-    pairs = cupy.ascontiguousarray(matrix.bundles[:, at:]).view(np.float16).reshape(-1, TILE_ROWS // 2, 2)[: tiles * slices]
-    scales = pairs.transpose(0, 2, 1).reshape(tiles, slices, TILE_ROWS).transpose(0, 2, 1)
-    return (
-        codes.reshape(tiles, slices, TILE_ROWS, per_row).transpose(0, 2, 1, 3).reshape(matrix.rows, -1),
-        cupy.ascontiguousarray(scales).reshape(matrix.rows, slices),
-    )
+    codes, scales = _block_views(matrix, group // 8)
+    return codes.transpose(0, 2, 1, 3).reshape(matrix.rows, -1), scales.transpose(0, 3, 2, 1).reshape(matrix.rows, -1)
+
+
+def _block_views(matrix: Int4Matrix, per_row: int) -> tuple[cupy.ndarray, cupy.ndarray]:
+    """Views into the blocks: codes uint32 [row tiles, slices, 16, per_row] and scales float16 [row tiles, slices, g = 0..7, rows g, g + 8]."""
+    tiles, slices, words = matrix.rows // TILE_ROWS, matrix.cols // 8 // per_row, TILE_ROWS * per_row
+    blocks = matrix.bundles.reshape(-1, words + TILE_ROWS // 2)[: tiles * slices].reshape(tiles, slices, -1)
+    codes, scales = blocks[..., :words], blocks.view(np.float16)[..., 2 * words :]
+    # To split an axis needs no copy, whatever its stride: these are views.
+    return codes.reshape(tiles, slices, TILE_ROWS, per_row), scales.reshape(tiles, slices, TILE_ROWS // 2, 2)
 
 
 def upload(pack: PackFile, progress: Progress | None = None) -> DeviceModel:

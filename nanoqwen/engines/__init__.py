@@ -109,14 +109,13 @@ def hopper_problem() -> str | None:
     try:
         import cupy
         from cuda.bindings import driver, nvrtc  # noqa: F401
-        from cupy_backends.cuda.libs import cublas  # noqa: F401
 
         nvrtc.nvrtcVersion()  # loads the library
     except ModuleNotFoundError as e:
         return _cuda_trouble() or f"{e.name or 'CuPy'} is not installed; {extras}"
     except Exception as e:  # a library of theirs cannot be loaded, or a folder of theirs made
         first = str(e).strip().partition("\n")[0]
-        return _cuda_trouble() or f"CuPy, NVRTC or cuBLAS cannot be loaded ({type(e).__name__}: {first}); {extras}"
+        return _cuda_trouble() or f"CuPy or NVRTC cannot be loaded ({type(e).__name__}: {first}); {extras}"
     try:
         if cupy.cuda.runtime.getDeviceCount() == 0:
             return "no NVIDIA GPU is visible"

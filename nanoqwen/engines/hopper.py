@@ -23,12 +23,12 @@ import numpy as np
 from nanoqwen import cache as folders
 from nanoqwen.config import load_settings
 from nanoqwen.cuda.choice import allowed_words, rule
-from nanoqwen.cuda.constants import LaunchShape, check_supported, constants_header
+from nanoqwen.cuda.constants import PREFILL_CHUNK, LaunchShape, check_supported, constants_header
 from nanoqwen.cuda.decode import DecodeBuffers, decode_launches, head_launches
 from nanoqwen.cuda.launch import Kernels, Launch
 from nanoqwen.cuda.memory import check_fits
 from nanoqwen.cuda.pages import DevicePages
-from nanoqwen.cuda.prefill import CHUNK, Prefill
+from nanoqwen.cuda.prefill import Prefill
 from nanoqwen.cuda.weights import DeviceModel, upload
 from nanoqwen.engines.base import Engine
 from nanoqwen.errors import DeviceError, InputError, NonFiniteError
@@ -71,7 +71,7 @@ class HopperEngine(Engine):
         self._told_by: Sampler | None = None  # whose rule lies on the card
         with self._stream:
             self._buffers = DecodeBuffers(dims, weights.group, self._shape, pages_for(limit, self._kv.page_tokens))
-            self._prefiller = Prefill(self._kernels, weights, self._buffers, min(CHUNK, limit))
+            self._prefiller = Prefill(self._kernels, weights, self._buffers, self._shape, min(PREFILL_CHUNK, limit))
             self._heads = {draws: head_launches(self._kernels, weights, self._buffers, self._shape, None, draws=draws) for draws in (False, True)}
             self._pages = DevicePages(dims, self._kv, limit, cupy)
             self._tell(Sampler(GREEDY, weights.entries))
@@ -168,9 +168,11 @@ class HopperEngine(Engine):
     def _run_prompt(self, ids: list[int], draws: bool) -> None:
         start = self.position
         with self._stream:
-            for i in range(0, len(ids), CHUNK):
-                chunk, at = ids[i : i + CHUNK], start + i
-                self._pages.clear(self._hold(at + len(chunk)))
+            self._hold(start + len(ids))
+            for i in range(0, len(ids), PREFILL_CHUNK):
+                chunk, at = ids[i : i + PREFILL_CHUNK], start + i
+                # Attention reads whole pages. Rows up to the chunk's end are written before; what others left behind them may be NaN.
+                self._pages.clear_tail(at + len(chunk))
                 self._prefiller.run(chunk, at, self._pages.pool, self._stream)
             self._place(ids[-1], start + len(ids) - 1)
             for launch in self._heads[draws]:
@@ -326,7 +328,7 @@ def open_on_card(pack: PackFile, name: str, context_limit: int | None, make_weig
     if limit > dims.max_position:
         raise InputError(f"a context of {limit} tokens is more than the model's {dims.max_position}; ask for that or less")
     shape = LaunchShape(cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["multiProcessorCount"])
-    check_fits(dims, group, shape, limit, min(CHUNK, limit), cupy.cuda.runtime.memGetInfo()[0], "cuda")
+    check_fits(dims, group, shape, limit, min(PREFILL_CHUNK, limit), cupy.cuda.runtime.memGetInfo()[0], "cuda")
     try:
         weights = make_weights(shape)
         # They were made on CuPy's current stream, which the engine's own, non-blocking one does not wait for.

@@ -9,7 +9,6 @@ Everything goes through the engine's own stream, so it happens in the order in w
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -18,7 +17,6 @@ import numpy as np
 
 from nanoqwen.config import load_settings
 from nanoqwen.cuda.launch import Launch
-from nanoqwen.cuda.prefill import Prefill
 from nanoqwen.engines.hopper import HopperEngine
 from nanoqwen.kv import pages_for
 from nanoqwen.ladder import layouts
@@ -148,23 +146,17 @@ class Card:
 
     # ------------------------------------------------------------------------------------------------------- prefill
 
-    def prefill(self, ids: Sequence[int], position: int, see: Callable[[str, int, str], None]) -> None:
-        """The engine's prefill of one chunk; ``see(kernel, how many of this name before, "before" or "after")`` at each launch."""
+    def chunk(self, ids: Sequence[int], position: int) -> list[Launch]:
+        """The launches of the engine's prefill of one chunk, with its ids on the card. They are the engine's own: good until the next chunk."""
         prefiller = self.engine._prefiller
-        launch, seen = prefiller._launch, {}
+        self.write(prefiller.ids[: len(ids)], np.asarray(ids))
+        return prefiller.launches(len(ids), position, self.pool)
 
-        def watched(stream: cupy.cuda.Stream, name: str, *rest: object) -> None:
-            k = seen[name] = seen.get(name, -1) + 1
-            see(name, k, "before")
-            launch(stream, name, *rest)
-            see(name, k, "after")
-
-        prefiller._launch = watched
-        try:
-            with self.stream:
-                prefiller.run(list(ids), position, self.pool, self.stream)
-        finally:
-            del prefiller._launch  # the method of the class shows again
+    def layer_of(self, chunk: Sequence[Launch], layer: int) -> list[Launch]:
+        """The launches of decoder block ``layer``: what lies between embed_rows and last_row, in equal shares."""
+        each, rest = divmod(len(chunk) - 2, self.dims.num_layers)
+        assert rest == 0, "every layer has the same launches"
+        return list(chunk[1 + layer * each : 1 + (layer + 1) * each])
 
     @contextmanager
     def tidy(self) -> Iterator[Card]:
@@ -175,32 +167,6 @@ class Card:
         finally:
             self.clear_parts()
             self.engine.reset()
-
-
-class _OneLayer(Prefill):
-    """The engine's prefill, of one layer and from given rows instead of from an embedding."""
-
-    rows: np.ndarray
-
-    def _launch(self, stream: cupy.cuda.Stream, name: str, *rest: object, **more: object) -> None:
-        if name == "embed_rows":
-            self._residual[: len(self.rows)].set(np.ascontiguousarray(self.rows, np.float32), stream=stream)
-        else:
-            super()._launch(stream, name, *rest, **more)
-
-    def block(self, layer: int, rows: np.ndarray, position: int, pool: cupy.ndarray, stream: cupy.cuda.Stream) -> np.ndarray:
-        """Rows float32 [n, hidden] through block ``layer``: the residual behind it, float32 [n, hidden]."""
-        model, self.rows, n = self._w, rows, len(rows)
-        self._w = dataclasses.replace(model, layers=model.layers[layer : layer + 1])
-        try:
-            self.run([0] * n, position, pool[layer : layer + 1], stream)
-        finally:
-            self._w = model
-        # The down projection's product waits for the next norm to be added; here it is added on the host.
-        product = self._product[: n * self._w.dims.hidden].get(stream=stream).reshape(n, -1)
-        residual, factor = self._residual[:n].get(stream=stream), self._factor[:n].get(stream=stream)
-        stream.synchronize()
-        return residual + product * factor[:, None]
 
 
 class CardBlocks:
@@ -215,8 +181,6 @@ class CardBlocks:
     def __init__(self, card: Card) -> None:
         self.card, self.dims = card, card.dims
         self.name = f"{card.name}, one layer's launches at a time"
-        with card.stream:
-            self._prefill = _OneLayer(card.engine._kernels, card.weights, card.buffers, card.engine._prefiller._chunk)
         self._rng = np.random.default_rng(0)
 
     def run(self, layer: int, x: np.ndarray, chunks: Sequence[int]) -> np.ndarray:
@@ -227,11 +191,7 @@ class CardBlocks:
             for n in chunks:
                 card.zero(slice(layer, layer + 1), table[pages_for(at, card.page_tokens) : pages_for(at + n, card.page_tokens)])
                 rows = x[at : at + n]
-                if n == 1:
-                    outputs.append(self._decode(layer, rows, at))
-                else:
-                    with card.stream:
-                        outputs.append(self._prefill.block(layer, rows, at, card.pool, card.stream))
+                outputs.append(self._decode(layer, rows, at) if n == 1 else self._prefill(layer, rows, at))
                 at += n
         return np.concatenate(outputs)
 
@@ -244,6 +204,23 @@ class CardBlocks:
         for launch in card.layer(layer):
             launch(card.stream)
         return (card.read(b.residual) + card.read(b.down).sum(axis=0, dtype=np.float64)[: self.dims.hidden]).astype(np.float32)[None]
+
+    def _prefill(self, layer: int, rows: np.ndarray, position: int) -> np.ndarray:
+        card, n, hidden = self.card, len(rows), self.dims.hidden
+        p = card.engine._prefiller
+        launches = card.layer_of(card.chunk([0] * n, position), layer)
+        with card.stream:
+            p.parts.fill(0)  # the first norm of a layer adds the projection before it, which is not there
+            p.inner.fill(1)
+        card.write(p.residual[:n], rows)
+        for launch in launches:
+            launch(card.stream)
+        residual = card.read(p.residual[:n])
+        if not launches[-1].name.startswith("gemm_parts"):
+            return residual
+        # The down projection's parts wait for the next norm to be added; here they are added on the host.
+        parts = card.read(p.parts[: p.splits["down"].value * n * hidden]).reshape(-1, n, hidden)
+        return (residual + parts.sum(axis=0, dtype=np.float64) * card.read(p.inner[:n])[:, None]).astype(np.float32)
 
     def head(self, x: np.ndarray) -> np.ndarray:
         """Residual float32 [n, hidden] -> logits float32 [n, vocab], through the launches that end a prefill."""

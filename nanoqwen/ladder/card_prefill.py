@@ -1,65 +1,49 @@
-"""Unit tier of the Hopper engines, prefill: its kernels watched while the engine runs a chunk of a prompt.
+"""Unit tier of the Hopper engines, prefill: its kernels watched while the engine's own launches run a chunk of a prompt.
 
-Prefill makes its launches as it goes, so they are not fed one by one. The whole chunk runs, and what a kernel finds and leaves
-in the workspace is copied before and after it; the twin gets the former and is compared with the latter.
+A chunk is launched kernel by kernel. What one finds in the workspace is copied before it, what it leaves afterwards; the twin gets the
+former and is compared with the latter. Some tokens and some rows of the matrices are looked at, those where tiles have their edges;
+the kernels do all of them. How a product is cut depends on the chunk's length, so there is a length for every combination of kernels.
+
+The tensor cores multiply weights that were rounded to FP16 once: code times scale, the scale brought up by a power of two
+(kernels/prefill/gemm_int4.cuh). The twin rounds in the same place, which leaves the FP32 sums as the only error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 
 import cupy
 import numpy as np
 
+from nanoqwen import model
+from nanoqwen.cuda.launch import Launch
 from nanoqwen.kv import pages_for
-from nanoqwen.ladder import twins
+from nanoqwen.ladder import layouts, twins
 from nanoqwen.ladder.card import Card
-from nanoqwen.ladder.report import Check, compare, within
+from nanoqwen.ladder.report import Check, compare, none_wrong, within
 from nanoqwen.packfile import PackFile
 
-#: A chunk whose elementwise kernels are looked at: three full pages and one token.
-TOKENS = 49
-#: Query rows of a chunk that the attention twin computes: every edge of a 64-query tile and of a warp's 16.
-EDGES = (0, 1, 15, 16, 17, 48, 63, 64, 65, 127, 128, 255, 256, 383, 447, 448, 495, 496, 510, 511)
+#: Chunks whose kernels are looked at, as far as the context allows: one of each way to make the four products, none a multiple of a tile.
+CHUNKS = (13, 49, 110, 300, 1050)
+#: Tokens of a chunk that are looked at: every edge of a 64- or 128-token tile, and of eight and sixteen.
+EDGES = (0, 1, 7, 8, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 79, 80, 127, 128, 255, 256, 383, 447, 448, 495, 496, 510, 511)
+#: Sums of up to 20,000 products inside the tensor cores, in one order.
+PRODUCT_LIMIT = 4e-5
+#: SiLU of such sums, by approximations that are good to a few units of FP32's last place, and rounded to FP16.
+SWIGLU_LIMIT = 5e-4
 #: Half a unit in the last place of FP16, relative, and half the step of its subnormal numbers.
 FP16_ROUNDING, FP16_TINY = 2.0**-11, 2.0**-25
 
 
-class _Watch:
-    """Copies of the workspace around chosen kernels. ``wanted`` are (kernel, number of it)."""
-
-    def __init__(self, card: Card, n: int, wanted: Sequence[tuple[str, int]]) -> None:
-        self.card, self.n, self.wanted = card, n, set(wanted)
-        self.found: dict[tuple[str, int, str], dict[str, np.ndarray]] = {}
-
-    def __call__(self, name: str, k: int, when: str) -> None:
-        if (name, k) in self.wanted:
-            self.found[name, k, when] = self._copy(name, k)
-
-    def _copy(self, name: str, k: int) -> dict[str, np.ndarray]:
-        card, n, dims = self.card, self.n, self.card.dims
-        p = card.engine._prefiller
-        if name == "dequantise":
-            matrix = matrices(card, k // 4)[k % 4][0]
-            rows = sample_rows(matrix.rows)
-            with card.stream:
-                wide = p._wide[: matrix.rows * matrix.cols].reshape(matrix.rows, matrix.cols)[cupy.asarray(rows)]
-            return {"rows": rows, "wide": card.read(wide)}
-        columns = {"norm_rows": dims.hidden, "swiglu_rows": dims.intermediate}.get(name, dims.q_size)
-        products = {"norm_rows": dims.hidden, "rope_append_rows": dims.q_size + 2 * dims.kv_size, "swiglu_rows": 2 * dims.intermediate}.get(name, 0)
-        return {
-            "residual": card.read(p._residual[:n]), "factor": card.read(p._factor[:n])[:, None], "q": card.read(p._q[:n]),
-            "x": card.read(p._x[: n * columns]).reshape(n, columns), "product": card.read(p._product[: n * products]).reshape(n, products),
-        }  # fmt: skip
-
-
-def matrices(card: Card, layer: int) -> list[tuple[object, tuple[str, ...]]]:
-    """The projections of a layer in the order of prefill: (matrix on the card, names of the tensors that it stacks)."""
-    held, p = card.weights.layers[layer], f"model.layers.{layer}."
-    return [
-        (held.qkv, tuple(f"{p}self_attn.{x}_proj.weight" for x in "qkv")), (held.o, (p + "self_attn.o_proj.weight",)),
-        (held.gate_up, (p + "mlp.gate_proj.weight", p + "mlp.up_proj.weight")), (held.down, (p + "mlp.down_proj.weight",)),
-    ]  # fmt: skip
+def tensors_of(layer: int) -> dict[str, tuple[str, ...]]:
+    """The tensors that each product of a layer stacks."""
+    p = f"model.layers.{layer}."
+    return {
+        "qkv": tuple(f"{p}self_attn.{x}_proj.weight" for x in "qkv"), "o": (p + "self_attn.o_proj.weight",),
+        "gate_up": (p + "mlp.gate_proj.weight", p + "mlp.up_proj.weight"), "down": (p + "mlp.down_proj.weight",),
+    }  # fmt: skip
 
 
 def sample_rows(rows: int, size: int = 32) -> np.ndarray:
@@ -67,9 +51,18 @@ def sample_rows(rows: int, size: int = 32) -> np.ndarray:
     return np.unique(np.clip(np.r_[:size, rows // 2 + 5 : rows // 2 + 5 + size, rows - size : rows], 0, rows - 1))
 
 
+def edges(n: int) -> np.ndarray:
+    """Tokens of a chunk of ``n`` that are looked at."""
+    return np.unique([t for t in (*EDGES, n - 2, n - 1) if 0 <= t < n])
+
+
 def checks(pack: PackFile, card: Card, rng: np.random.Generator, limit: float, lengths: list[int], layers: list[int]) -> Iterator[Check]:
-    """Every check of the prefill kernels; ``lengths`` are prompts whose last chunk is run, ``layers`` those that are looked at."""
-    yield from _elementwise(pack, card, rng, limit, layers)
+    """Every check of the prefill kernels; ``lengths`` are prompts whose last chunk meets attention's twin, ``layers`` those that are looked at."""
+    chunk = card.engine._prefiller.chunk
+    sizes = [n for n in CHUNKS if n <= chunk] or [chunk]
+    square = lru_cache(maxsize=None)(lambda name: _largest_square(pack, name))
+    for n in sizes:
+        yield from _Chunk(pack, card, rng, limit, n, square).checks(layers if n == sizes[0] else layers[-1:])
     for n in lengths:
         yield from _attention(card, rng, limit, n, layers[-1] if n == lengths[-1] else 0)
 
@@ -79,70 +72,188 @@ def _ids(card: Card, n: int) -> list[int]:
     return [pow(7, i, 9973) % card.dims.vocab for i in range(n)]
 
 
-def _chunk(card: Card, rng: np.random.Generator, n: int, wanted: Sequence[tuple[str, int]]) -> tuple[_Watch, int, np.ndarray]:
-    """Run the last chunk of a prompt of ``n`` tokens, random keys and values before it: (what was seen, its position, the table)."""
-    dims, chunk = card.dims, card.engine._prefiller._chunk
-    position = (n - 1) // chunk * chunk
-    table = card.lay_out(n, rng)
-    everywhere = slice(0, dims.num_layers)
+class _Chunk:
+    """A prompt of ``n`` tokens from nothing, kernel by kernel."""
+
+    def __init__(self, pack: PackFile, card: Card, rng: np.random.Generator, limit: float, n: int, square: Callable[[str], float]) -> None:
+        self.square = square
+        self.pack, self.card, self.limit, self.n, self.dims, self.group = pack, card, limit, n, card.dims, card.group
+        self.tokens, self.prefiller = edges(n), card.engine._prefiller
+        self.table = card.lay_out(n, rng)
+        card.zero(slice(0, self.dims.num_layers), self.table)
+
+    # ---------------------------------------------------------------------------------------------------- the workspace
+
+    def rows(self, array: cupy.ndarray) -> np.ndarray:
+        """The looked-at tokens of an array [n, ...], float64."""
+        with self.card.stream:
+            some = array[cupy.asarray(self.tokens)]
+        return _wide(self.card.read(some))
+
+    def x(self, array: cupy.ndarray, cols: int) -> np.ndarray:
+        """The looked-at rows [tokens, cols] of a tiled activation, float64."""
+        with self.card.stream:
+            some = array[:, cupy.asarray(self.tokens)]
+        return _wide(layouts.untile_x(self.card.read(some), self.tokens, cols, self.group))
+
+    def parts(self, name: str, rows: int) -> np.ndarray:
+        """The sums of product ``name`` that came in parts, [tokens, rows]."""
+        count, p = self.prefiller.splits[name].value, self.prefiller
+        with self.card.stream:
+            some = p.parts[: count * self.n * rows].reshape(count, self.n, rows)[:, cupy.asarray(self.tokens)]
+        return _wide(self.card.read(some)).sum(axis=0)
+
+    def factor(self, array: cupy.ndarray) -> np.ndarray:
+        return self.rows(array)[:, None]
+
+    def appended(self, layer: int) -> np.ndarray:
+        """Keys and values of the looked-at tokens, [2, tokens, G, D]."""
+        return np.stack([a[self.tokens] for a in self.card.take(layer, self.table, self.n)])
+
+    # --------------------------------------------------------------------------------------------------------- the checks
+
+    def checks(self, layers: list[int]) -> Iterator[Check]:
+        card, p, n = self.card, self.prefiller, self.n
+        chain = card.chunk(_ids(card, n), 0)
+        chain[0](card.stream)
+        expected = twins.vector(self.pack, model.EMBED)[np.asarray(_ids(card, n))[self.tokens]]
+        yield compare(f"{n} tokens: embed_rows", self.rows(p.residual), expected, 0.0, "bit for bit")
+        for layer in range(self.dims.num_layers):
+            mine = card.layer_of(chain, layer)
+            if layer in layers:
+                yield from self._layer(layer, mine)
+            else:
+                for launch in mine:
+                    launch(card.stream)
+        total = self._finished(self.rows(p.residual)[-1:], mine[-1], "down", self.factor(p.inner)[-1:])
+        chain[-1](card.stream)
+        yield compare(f"{n} tokens: last_row", card.read(card.buffers.residual)[None], total, self.limit)
+        yield from self._again(chain)
+
+    def _layer(self, layer: int, launches: list[Launch]) -> Iterator[Check]:
+        names = [launch.name for launch in launches]
+        norms = iter(("input_layernorm", "post_attention_layernorm"))
+        products = iter(tensors_of(layer).items())
+        in_parts = layer > 0 and names[-1].startswith("gemm_parts")
+        for launch in launches:
+            label = f"layer {layer}, {self.n} tokens: {launch.name}"
+            if launch.name == "norm_rows_tiled":
+                gain = next(norms)
+                yield from self._norm(f"{label} {1 + (gain != 'input_layernorm')}", launch, f"model.layers.{layer}.{gain}.weight", layer, in_parts)
+            elif launch.name == "rope_append_parts":
+                yield from self._rope(label, launch, layer)
+            elif launch.name == "prefill_attention":
+                launch(self.card.stream)  # it has checks of its own
+            else:
+                name, tensors = next(products)
+                yield from self._product(f"{label} {name}", launch, name, tensors, layer)
+                in_parts = launch.name.startswith("gemm_parts")
+        assert next(products, None) is None and next(norms, None) is None, names
+
+    def _finished(self, residual: np.ndarray, launch: Launch, name: str, factor: np.ndarray) -> np.ndarray:
+        """The last token's residual, with the parts of ``launch`` if it left any."""
+        if not launch.name.startswith("gemm_parts"):
+            return residual
+        return residual + self.parts(name, self.dims.hidden)[-1:] * factor
+
+    def _norm(self, label: str, launch: Launch, gain: str, layer: int, in_parts: bool) -> Iterator[Check]:
+        p, first = self.prefiller, label.endswith("1")
+        before = self.rows(p.residual)
+        # In parts, the product before a first norm is the layer before's down projection with its factor; before a second it is o, unscaled.
+        total = before + (self.parts("down" if first else "o", self.dims.hidden) * (self.factor(p.inner) if first else 1) if in_parts else 0)
+        launch(self.card.stream)
+        yield compare(f"{label}: residual", self.rows(p.residual), total, self.limit)
+        y = twins.rms_norm(total, twins.vector(self.pack, gain), self.dims.rms_eps)
+        yield within(label, self.x(p.x, self.dims.hidden) * self.factor(p.factor), y, row_bound(y, self.limit))
+        if not first:
+            gate, up = (math.sqrt(self.square(name)) for name in tensors_of(layer)["gate_up"])
+            bound = gate * up * np.square(y).sum(axis=1, keepdims=True) / 32768
+            yield compare(f"{label}: bound of the MLP", self.factor(p.inner), bound, 10 * self.limit)
+
+    def _product(self, label: str, launch: Launch, name: str, tensors: Sequence[str], layer: int) -> Iterator[Check]:
+        p, dims = self.prefiller, self.dims
+        cols = self.pack.tensors[tensors[0]].cols
+        x = self.x(p.x_inner if name == "down" else p.x, cols)
+        factor = {"qkv": p.factor, "gate_up": p.factor, "down": p.inner}.get(name)
+        scale = 1.0 if factor is None else self.factor(factor)
+        before = self.rows(p.residual)
+        launch(self.card.stream)
+        if launch.name.startswith("gemm_parts"):
+            total = sum(self.pack.tensors[t].rows for t in tensors)
+            rows = sample_rows(total)
+            yield compare(label, self.parts(name, total)[:, rows], x @ _rounded_rows(self.pack, tensors, rows).T, PRODUCT_LIMIT)
+        elif launch.name == "gemm_residual":
+            rows = sample_rows(dims.hidden)
+            added = self.rows(p.residual)[:, rows] - before[:, rows]
+            expected = x @ _rounded_rows(self.pack, tensors, rows).T * scale
+            size = np.abs(before[:, rows]) + np.abs(expected)
+            yield within(label, added, expected, size * 2.0**-22 + PRODUCT_LIMIT * np.abs(expected).max(axis=1, keepdims=True) + FP16_TINY)
+        elif launch.name == "gemm_qkv":
+            heads = np.unique([0, dims.num_heads - 1, *range(dims.num_heads, dims.num_heads + 2 * dims.num_kv_heads)])
+            rows = (heads[:, None] * dims.head_dim + np.arange(dims.head_dim)).reshape(-1)
+            yield from self._heads(label, layer, heads, x @ _rounded_rows(self.pack, tensors, rows).T * scale, PRODUCT_LIMIT)
+        else:
+            rows = sample_rows(dims.intermediate)
+            gate, up = (x @ _rounded_rows(self.pack, tensors, rows + k * dims.intermediate).T * scale for k in (0, 1))
+            ours = self.x(p.x_inner, dims.intermediate)[:, rows] * self.factor(p.inner)
+            yield compare(label, ours, twins.swiglu(gate, up), SWIGLU_LIMIT)
+
+    def _rope(self, label: str, launch: Launch, layer: int) -> Iterator[Check]:
+        p, dims = self.prefiller, self.dims
+        sums = self.parts("qkv", dims.q_size + 2 * dims.kv_size) * self.factor(p.factor)
+        launch(self.card.stream)
+        yield from self._heads(label, layer, np.arange(dims.num_heads + 2 * dims.num_kv_heads), sums, self.limit)
+
+    def _heads(self, label: str, layer: int, heads: np.ndarray, sums: np.ndarray, limit: float) -> Iterator[Check]:
+        """q, keys and values of ``heads``, whose sums [tokens, heads * D] are without bias and rotation."""
+        dims, tokens = self.dims, self.tokens
+        bias = np.concatenate([twins.vector(self.pack, f"model.layers.{layer}.self_attn.{x}_proj.bias") for x in "qkv"]).reshape(-1, dims.head_dim)
+        rows = sums.reshape(len(tokens), len(heads), dims.head_dim) + bias[heads]
+        turned = heads < dims.num_heads + dims.num_kv_heads
+        rows[:, turned] = twins.rope(rows[:, turned], tokens, dims.rope_theta)
+        is_q = heads < dims.num_heads
+        yield compare(f"{label}: q", self.rows(self.prefiller.q)[:, heads[is_q]], rows[:, is_q], limit)
+        found = np.concatenate([*self.appended(layer)], axis=1)  # [tokens, key heads and value heads, D]
+        expected = rows[:, ~is_q]
+        yield within(f"{label}: keys and values", found[:, heads[~is_q] - dims.num_heads], expected, row_bound(expected, limit))
+
+    def _again(self, chain: Sequence[Launch]) -> Iterator[Check]:
+        """The whole chunk twice more, one kernel starting before the other has ended: the bits that decode goes on with."""
+        card, found = self.card, []
+        for _ in range(2):
+            for launch in chain:
+                launch(card.stream)
+            found.append([card.read(card.buffers.residual), *card.take(self.dims.num_layers - 1, self.table, self.n)])
+        wrong = sum(a.tobytes() != b.tobytes() for a, b in zip(*found))
+        yield none_wrong(f"{self.n} tokens twice: the same bits", wrong, "arrays", "residual of the last token, keys and values of the last layer")
+
+
+def _attention(card: Card, rng: np.random.Generator, limit: float, n: int, layer: int) -> Iterator[Check]:
+    """The last chunk of a prompt of ``n`` tokens, random keys and values before it, over pages in shuffled order between pages full of NaN."""
+    dims, p = card.dims, card.engine._prefiller
+    position = (n - 1) // p.chunk * p.chunk
+    table, everywhere = card.lay_out(n, rng), slice(0, dims.num_layers)
     if position:
         before = [rng.standard_normal((position, dims.num_kv_heads, dims.head_dim)).astype(np.float16) for _ in range(2)]
         card.put(everywhere, table, *before)
     card.zero(everywhere, table[pages_for(position, card.page_tokens) :])
-    watch = _Watch(card, n - position, wanted)
-    card.prefill(_ids(card, n - position), position, watch)
-    return watch, position, table
-
-
-def _elementwise(pack: PackFile, card: Card, rng: np.random.Generator, limit: float, layers: list[int]) -> Iterator[Check]:
-    dims, n = card.dims, min(TOKENS, card.engine.context_limit)
-    wanted = [(name, k) for i in layers for name, k in (
-        ("norm_rows", 2 * i), ("norm_rows", 2 * i + 1), ("swiglu_rows", i), ("rope_append_rows", i), *(("dequantise", 4 * i + j) for j in range(4)),
-    )]  # fmt: skip
-    watch, _, table = _chunk(card, rng, n, wanted)
-    seen = watch.found
-    for i in layers:
-        p = f"model.layers.{i}."
-        for j, (_, names) in enumerate(matrices(card, i)):
-            if (after := seen.get(("dequantise", 4 * i + j, "after"))) is None:
-                continue
-            yield compare(f"layer {i} dequantise {j}", after["wide"], _fp16_rows(pack, names, after["rows"]), 0.0, f"{len(after['rows'])} rows, bit for bit")
-        for j, gain in enumerate(("input_layernorm", "post_attention_layernorm")):
-            before, after = (_wide(seen["norm_rows", 2 * i + j, when]) for when in ("before", "after"))
-            # The product before a first norm is the layer before's down projection with its factor; before a second it is o, unscaled.
-            total = before["residual"] + (0 if i == j == 0 else before["product"] * (1 if j else before["factor"]))
-            yield compare(f"layer {i} norm_rows {j + 1}: residual", after["residual"], total, limit)
-            y = twins.rms_norm(total, twins.vector(pack, f"{p}{gain}.weight"), dims.rms_eps)
-            yield within(f"layer {i} norm_rows {j + 1}", after["x"] * after["factor"], y, row_bound(y, limit))
-
-        before, after = (_wide(seen["rope_append_rows", i, when]) for when in ("before", "after"))
-        bias = np.concatenate([twins.vector(pack, f"{p}self_attn.{x}_proj.bias") for x in "qkv"])
-        heads = (before["product"] * before["factor"] + bias).reshape(n, -1, dims.head_dim)
-        turned = twins.rope(heads[:, : -dims.num_kv_heads], np.arange(n), dims.rope_theta)
-        yield compare(f"layer {i} rope_append_rows: q", after["q"], turned[:, : dims.num_heads], limit)
-        expected = np.stack([turned[:, dims.num_heads :], heads[:, -dims.num_kv_heads :]])
-        yield within(f"layer {i} rope_append_rows: keys and values", np.stack(card.take(i, table, n)), expected, row_bound(expected, limit))
-
-        before, after = (_wide(seen["swiglu_rows", i, when]) for when in ("before", "after"))
-        gate, up = np.split(before["product"] * before["factor"], 2, axis=1)
-        y = twins.swiglu(gate, up)
-        yield within(f"layer {i} swiglu_rows", after["x"] * after["factor"], y, row_bound(y, limit))
-
-
-def _attention(card: Card, rng: np.random.Generator, limit: float, n: int, layer: int) -> Iterator[Check]:
-    """The last chunk of a prompt of ``n`` tokens, over pages in shuffled order between pages full of NaN."""
-    dims = card.dims
-    watch, position, table = _chunk(card, rng, n, [("prefill_attention", layer)])
-    q = watch.found["prefill_attention", layer, "before"]["q"].astype(np.float64)
-    out = watch.found["prefill_attention", layer, "after"]["x"]
+    chain, done = card.chunk(_ids(card, n - position), position), False
+    upto = next(launch for launch in card.layer_of(chain, layer) if launch.name == "prefill_attention")
+    for launch in chain:
+        if not done:
+            launch(card.stream)
+        done = done or launch is upto
+    tokens = edges(n - position)
+    with card.stream:
+        q, out = p.q[cupy.asarray(tokens)], p.x[:, cupy.asarray(tokens)]
+    q, out = card.read(q).astype(np.float64), layouts.untile_x(card.read(out), tokens, dims.q_size, card.group)
     keys, values = (rows.astype(np.float64) for rows in card.take(layer, table, n))
-    rows = sorted({r for r in (*EDGES, len(q) - 2, len(q) - 1) if 0 <= r < len(q)})
     expected = np.concatenate([
-        twins.attention(q[r : r + 1], keys[: position + r + 1], values[: position + r + 1], position + r) for r in rows
+        twins.attention(q[k : k + 1], keys[: position + r + 1], values[: position + r + 1], position + r) for k, r in enumerate(tokens)
     ])  # fmt: skip
     yield within(
-        f"layer {layer} prefill_attention, prompt of {n}", out[rows].astype(np.float64), expected, row_bound(expected, limit),
-        f"{len(rows)} rows of the chunk at {position}, {len(table)} shuffled pages between NaN",
+        f"layer {layer} prefill_attention, prompt of {n}", out.astype(np.float64), expected, row_bound(expected, limit),
+        f"{len(tokens)} rows of the chunk at {position}, {len(table)} shuffled pages between NaN",
     )  # fmt: skip
 
 
@@ -152,19 +263,28 @@ def row_bound(expected: np.ndarray, limit: float) -> np.ndarray:
     return size * FP16_ROUNDING + limit * size.max(axis=-1, keepdims=True) + FP16_TINY
 
 
-def _wide(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _wide(array: np.ndarray) -> np.ndarray:
     with np.errstate(invalid="ignore"):  # a buffer that nothing has been written to may hold anything
-        return {name: array.astype(np.float64) for name, array in arrays.items()}
+        return np.asarray(array).astype(np.float64)
 
 
-def _fp16_rows(pack: PackFile, names: Sequence[str], rows: np.ndarray) -> np.ndarray:
-    """Rows of stacked projections as float64, once rounded to FP16; rows past the end are padding, zeros."""
+def _rounded_rows(pack: PackFile, names: Sequence[str], rows: np.ndarray) -> np.ndarray:
+    """Rows of stacked projections as the tensor cores multiply them, float64: rounded to FP16 with the largest scale of all in [2^15, 2^16)."""
+    peak = max(float(pack.int4(name)[1].max()) for name in names)
+    up = 2.0 ** (min(30, 15 - math.floor(math.log2(peak))) - 24) if peak else 1.0
     out, first = np.zeros((len(rows), pack.tensors[names[0]].cols)), 0
     for name in names:
         words, scales = pack.int4(name)
         mine = (rows >= first) & (rows < first + len(words))
         if mine.any():
             at = rows[mine] - first
-            out[mine] = twins.dequantize(words[at], scales[at]).astype(np.float16)
+            out[mine] = (twins.dequantize(words[at], scales[at]) * up).astype(np.float16) / up
         first += len(words)
     return out
+
+
+def _largest_square(pack: PackFile, name: str) -> float:
+    """The largest squared norm of a row of a projection."""
+    rows = pack.tensors[name].rows
+    step = max(1, twins.BLOCK_WEIGHTS // pack.tensors[name].cols)
+    return max(float(np.square(twins.weight_rows(pack, name, at, min(at + step, rows))).sum(axis=1).max()) for at in range(0, rows, step))

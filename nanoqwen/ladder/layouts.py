@@ -119,6 +119,37 @@ def from_pages(pages: np.ndarray, table: Sequence[int], n: int, dims: Dims, page
     return np.asarray(pages).reshape(-1)[element(np.asarray(table)[token // page_tokens], kv_head, token, i, dims, page_tokens)]
 
 
+# ------------------------------------------------------------------------- activations of prefill (kernels/prefill/tiled_x.cuh)
+
+#: Columns of a slab.
+SLAB = 64
+
+
+def x_places(columns: np.ndarray, group: int) -> np.ndarray:
+    """The place in a row at which each of ``columns`` lies: K is permuted inside groups, as the lanes of a quad hold the weights."""
+    within, lane = columns % group, group // 4
+    of_lane = within % lane
+    return columns - within + 16 * (of_lane // 4) + 8 * (of_lane % 4 // 2) + 2 * (within // lane) + columns % 2
+
+
+def x_element(token: np.ndarray, column: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(slab, token, element of 64) of an activation; the 16-byte chunk c of a token's row lies at chunk c ^ (token % 8). Arguments broadcast."""
+    place = x_places(column, group)
+    return place // SLAB, token, ((place % SLAB // 8) ^ (token % 8)) * 8 + place % 8
+
+
+def tile_x(x: np.ndarray, rows: np.ndarray, group: int) -> None:
+    """Write ``rows`` [n, cols] into x float16 [slabs, tokens, 64]."""
+    n, cols = rows.shape
+    x[x_element(np.arange(n)[:, None], np.arange(cols), group)] = rows
+
+
+def untile_x(x: np.ndarray, tokens: np.ndarray, cols: int, group: int) -> np.ndarray:
+    """Rows [len(tokens), cols] of an activation, of which x [slabs, len(tokens), 64] has those tokens."""
+    slab, _, element = x_element(np.asarray(tokens)[:, None], np.arange(cols), group)
+    return np.asarray(x)[slab, np.arange(len(tokens))[:, None], element]
+
+
 # ------------------------------------------------------------------------------------------- weights (nanoqwen/cuda/weights.py)
 
 TILE_ROWS = 16

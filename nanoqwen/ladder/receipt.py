@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from nanoqwen.bench.receipts import check_receipt, read_receipt, receipts_folder, write_receipt
+from nanoqwen.bench.receipts import HOPPER_SOURCES, check_receipt, read_receipt, receipts_folder, source_files, write_receipt
 from nanoqwen.config import load_settings, repo_root
 from nanoqwen.engines import HOPPER, hopper_problem
 from nanoqwen.errors import DeviceError, InputError
@@ -18,9 +18,8 @@ from nanoqwen.ladder.report import Check, Report, Tier
 NAME = "validate"
 #: What a change of makes a result worthless: everything that computes, and everything that compares.
 SOURCES = (
-    "kernels/common/*.cuh", "kernels/setup/*.cu", "kernels/decode/*.cu", "kernels/prefill/*.cu", "nanoqwen/cuda/*.py", "nanoqwen/ladder/*.py",
-    "nanoqwen/engines/base.py", "nanoqwen/engines/hopper.py", "nanoqwen/engines/synthetic.py", "nanoqwen/reference.py", "nanoqwen/weights.py", "nanoqwen/kv.py",
-    "nanoqwen/int4.py", "nanoqwen/model.py", "nanoqwen/synthetic.py", "nanoqwen/synthetic_pack.py", "config/nanoqwen.yaml",
+    *HOPPER_SOURCES, "nanoqwen/ladder/*.py", "nanoqwen/engines/base.py", "nanoqwen/engines/synthetic.py", "nanoqwen/reference.py", "nanoqwen/weights.py",
+    "nanoqwen/kv.py", "nanoqwen/int4.py", "nanoqwen/model.py", "nanoqwen/synthetic.py", "nanoqwen/synthetic_pack.py",
 )  # fmt: skip
 
 
@@ -38,8 +37,7 @@ def check_request(engine: str | None, *, whole: bool) -> None:
 
 def sources() -> list[str]:
     """The files that a receipt rests on, relative to the root of the clone."""
-    root = repo_root()
-    return sorted({str(path.relative_to(root)) for pattern in SOURCES for path in root.glob(pattern)})
+    return source_files(SOURCES)
 
 
 def write(report: Report, model: str, engine: str, command: str) -> Path:

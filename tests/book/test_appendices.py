@@ -174,11 +174,6 @@ def test_sizes_are_those_of_the_dimensions():
     assert float(known["gb-card"]) > packed / 1e9 + 57344 * 32768 / 1e9
 
 
-def test_the_chunk_is_the_engine_s():
-    source = (ROOT / "nanoqwen" / "cuda" / "prefill.py").read_text(encoding="utf-8")
-    assert int(re.search(r"^CHUNK = (\d+)", source, re.M).group(1)) == sizes.PREFILL_CHUNK
-
-
 def test_a_sound_machine_has_nothing_to_mend():
     from nanoqwen.doctor import OK, diagnose
 

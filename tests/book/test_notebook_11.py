@@ -52,11 +52,13 @@ def test_the_page_on_the_card_writes_what_the_engine_writes(tmp_path, monkeypatc
         exec(compile(CODE["card-decoder"], "card-decoder", "exec"), space)
         shape = space["LaunchShape"](cardkit.SMS)
         kernels, weights = space["Kernels"]("", None), space["upload"](opened)
+        card.engine = types.SimpleNamespace(_weights=weights)  # what the launches that measure the weights look at
         page = space["PageOnCard"](kernels, weights, shape, 600)
         assert sorted(page.buffers.block_table.tolist()) == list(range(kv.pages_for(600, PAGE)))
         with space["HopperEngine"](weights, name="graph", context_limit=600, shape=shape) as engine:
             inside = types.SimpleNamespace(
                 _buffers=page.buffers, _launches=page.launches, _heads={False: page.head}, _pages=types.SimpleNamespace(pool=page.pool), _weights=weights,
+                _prefiller=page.prefill,
                 dims=weights.dims, group=weights.group,
             )  # fmt: skip
             ids = np.random.default_rng(0).integers(0, weights.dims.vocab, 520).tolist()

@@ -3,7 +3,7 @@
 import pytest
 from benchkit import DIMS, Card, CardEngine, CountingEngine
 
-from nanoqwen.bench import card, context, e2e, gemv, itl
+from nanoqwen.bench import card, context, e2e, gemv, itl, prefill
 from nanoqwen.bench.ceiling import Ceiling, datasheet_gb_s, torch_ceiling
 from nanoqwen.bench.protocol import Protocol, mbu, prompt_ids, sources, spread
 from nanoqwen.bench.prepare import Setup
@@ -42,7 +42,7 @@ def test_mbu_is_bytes_over_time_over_ceiling():
 
 
 def test_sources_exist_and_follow_the_engine():
-    for mode in ("e2e", "itl", "context", "gemv", "ceiling"):
+    for mode in ("e2e", "itl", "context", "prefill", "gemv", "ceiling"):
         for engine in ("cpu", "graph"):
             assert all((repo_root() / path).is_file() for path in sources(mode, [engine]))
     assert "kernels/decode/gemv_int4.cu" in sources("e2e", ["graph"]) and "nanoqwen/reference.py" not in sources("e2e", ["graph"])
@@ -61,6 +61,24 @@ def test_the_cpu_ceiling_reads_what_it_says():
 def test_a_data_sheet_is_quoted_for_exactly_the_cards_it_is_of():
     assert datasheet_gb_s("NVIDIA H200") == 4800 and datasheet_gb_s("NVIDIA H100 80GB HBM3") == 3350
     assert datasheet_gb_s("NVIDIA H100 PCIe") is None and datasheet_gb_s("CPU") is None
+
+
+# --------------------------------------------------------------------------------------------------------- prefill
+
+
+def test_prompts_of_all_lengths_are_prefilled_cold_and_sustained():
+    engine, pauses = CountingEngine(limit=40), []
+    results, samples = prefill.measure(engine, 0, sleep=pauses.append)
+    assert list(results["lengths"]) == list(samples) == ["1", "2", "16", "32"] and "workspace_bytes" not in results
+    assert len(pauses) == 4 * prefill.COLD_RUNS and set(pauses) == {prefill.PAUSE_S}
+    for n, row in results["lengths"].items():
+        assert row["same_id_in_every_run"] and row["cold_ms"] > 0 and row["ttft_ms"] > 0 and row["tokens_per_s"] > 0
+        assert len(samples[n]["cold_ms"]) == prefill.COLD_RUNS and len(samples[n]["ms"]) == prefill.runs_of(int(n))
+        assert engine.log.count(("prefill", int(n))) == 1 + prefill.COLD_RUNS + prefill.runs_of(int(n))
+
+
+def test_lengths_of_prompts_leave_room_for_an_answer():
+    assert prefill.usable_lengths(32768) == list(prefill.LENGTHS) and prefill.usable_lengths(2048)[-1] == 1024 and prefill.usable_lengths(1) == [1]
 
 
 # ------------------------------------------------------------------------------------------------------ end to end

@@ -55,14 +55,6 @@ def test_truncate_gives_back_whole_pages_and_reuses_the_last_first():
     assert held.table.pages == [] and held.allocator.used_pages == 0
 
 
-def test_a_taken_page_is_cleared_of_what_another_sequence_left():
-    held = pages()
-    fresh, _ = held.ensure(20)
-    held.pool[...] = np.nan
-    held.clear(fresh)
-    assert np.all(held.pool[:, :, fresh] == 0) and np.isnan(held.pool[:, :, 2:]).all()
-
-
 def test_rows_behind_the_last_token_are_cleared_and_no_others():
     held = pages()
     held.ensure(40)

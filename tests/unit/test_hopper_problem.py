@@ -24,7 +24,7 @@ def pretend(monkeypatch, tmp_path):
             raise value
         return value
 
-    def call(count=1, capability=(9, 0), nvrtc=(0, 13, 0), cublas=True):
+    def call(count=1, capability=(9, 0), nvrtc=(0, 13, 0)):
         properties = {"major": capability[0], "minor": capability[1], "name": b"NVIDIA Something"}
         cupy = ModuleType("cupy")
         cupy.cuda = SimpleNamespace(
@@ -32,11 +32,7 @@ def pretend(monkeypatch, tmp_path):
         )
         bindings = ModuleType("cuda.bindings")
         bindings.driver, bindings.nvrtc = None, SimpleNamespace(nvrtcVersion=lambda: give(nvrtc))
-        libraries = ModuleType("cupy_backends.cuda.libs")
-        if cublas:
-            libraries.cublas = None
-        names = {"cupy": cupy, "cuda": ModuleType("cuda"), "cuda.bindings": bindings, "cupy_backends": ModuleType("cupy_backends")}
-        for name, module in {**names, "cupy_backends.cuda": ModuleType("cupy_backends.cuda"), "cupy_backends.cuda.libs": libraries}.items():
+        for name, module in {"cupy": cupy, "cuda": ModuleType("cuda"), "cuda.bindings": bindings}.items():
             monkeypatch.setitem(sys.modules, name, module)
         return engines.hopper_problem()
 
@@ -61,11 +57,11 @@ def test_no_card_and_a_driver_that_is_too_old(pretend, monkeypatch):  # H08
     assert pretend(count=insufficient) == "CuPy: brings CUDA 13.0, the driver speaks CUDA 12.4; update the driver"
 
 
-def test_libraries_that_an_extra_brings(pretend):  # H03, H04: CuPy's wheel alone has neither NVRTC nor cuBLAS
+def test_libraries_that_an_extra_brings(pretend):  # H03, H04: CuPy's wheel alone has no NVRTC
     missing = RuntimeError('Failure finding "libnvrtc.so.13"\n  listdir(...)')
-    for said in (pretend(nvrtc=missing), pretend(cublas=False)):
-        assert "cannot be loaded" in said and "nanoqwen[cuda12] or nanoqwen[cuda13]" in said and "\n" not in said
-    assert "libnvrtc.so.13" in pretend(nvrtc=missing)
+    said = pretend(nvrtc=missing)
+    assert "cannot be loaded" in said and "nanoqwen[cuda12] or nanoqwen[cuda13]" in said and "\n" not in said
+    assert "libnvrtc.so.13" in said
 
 
 class Broken:

@@ -59,7 +59,8 @@ def test_a_sound_card_passes_every_tier(card, files, engine):
     assert report.passed, failed(report)
     names = [check.name for check in report.tiers[1].checks]
     for kernel in ("page_open", "embed", "norm and gemv_qkv", "gemv_o", "gemv_gate_up", "gemv_down", "rope_append", "paged attention", "swiglu", "final_norm",
-                   "lm_head", "argmax", "dequantise", "norm_rows", "rope_append_rows", "prefill_attention", "swiglu_rows"):
+                   "lm_head", "argmax", "embed_rows", "norm_rows_tiled 1", "norm_rows_tiled 2", "rope_append_parts", "prefill_attention", "gemm_parts_narrow qkv",
+                   "gemm_parts_middle o", "gemm_parts down", "gemm_swiglu_narrow", "gemm_qkv qkv: q", "gemm_swiglu gate_up", "last_row", "the same bits"):
         assert any(kernel in name for name in names), kernel
     for n in (1, 15, 16, 17, 49, 511, 512, 513):
         assert {f"layer 0 paged attention, token {n}"} <= set(names) and any(name.endswith(f"prefill_attention, prompt of {n}") for name in names)
@@ -150,12 +151,22 @@ def not_causal(card) -> None:
     def one_more(launch) -> None:
         from nanoqwen.ladder import twins
 
-        q, keys, values, table, position, n, out = (getattr(a, "value", a) for a in launch.args)
+        q, keys, _, table, position, n, out, _ = (getattr(a, "value", a) for a in launch.args)
         if n > 17:
-            y = twins.paged_attention(q[16:17].astype(np.float64), keys, values, table, position + 17, card.dims, 16)
-            out[16 * y.size : 17 * y.size] = y[0]
+            pools = next(layer for layer in card.engine._pages.pool if layer[0].data.ptr == keys)
+            rows = card.read_x(out, n, card.dims.q_size)
+            rows[16] = twins.paged_attention(q[16:17].astype(np.float64), *pools, table, position + 17, card.dims, 16)[0]
+            card.write_x(out, rows)
 
     spoil(card, "prefill_attention", one_more)
+
+
+def slot_of_the_neighbour(card) -> None:
+    def shift(launch) -> None:
+        for layer in card.engine._pages.pool:
+            layer[0] = np.roll(layer[0], 64, -1)
+
+    spoil(card, "rope_append_parts", shift)
 
 
 FAULTS = {
@@ -172,13 +183,14 @@ FAULTS = {
     "the head loses a row": ("lm_head", lambda c: spoil(c, "lm_head", lambda _: drop(c.b.logit_parts[0], 511))),
     "the last of equal logits wins": ("argmax", last_of_equals),
     "a kernel that races": ("repeats are bit-equal", noise),
-    "dequantise rounds": ("dequantise", lambda c: spoil(c, "dequantise", lambda launch: launch.args[1].__imul__(np.float16(1.001)))),
-    "prefill norm without its factor": ("norm_rows", lambda c: spoil(c, "norm_rows", lambda launch: launch.args[5].__imul__(np.float32(1.01)))),
+    "a chunk's embedding of the neighbour": ("embed_rows", lambda c: spoil(c, "embed_rows", lambda launch: launch.args[2].__imul__(np.float32(-1)))),
+    "prefill norm without its factor": ("norm_rows_tiled 1", lambda c: spoil(c, "norm_rows_tiled", lambda launch: launch.args[7].__imul__(np.float32(1.01)))),
+    "a bound that is half": ("bound of the MLP", lambda c: spoil(c, "norm_rows_tiled", lambda launch: launch.args[9] is None or launch.args[9].__imul__(np.float32(0.5)))),
+    "a product of a few tokens is off": ("gemm_parts_narrow qkv", lambda c: spoil(c, "gemm_parts_narrow", lambda launch: launch.args[3].__imul__(np.float32(1.0001)))),
     "prefill attention sees the future": ("prefill_attention", not_causal),
-    "swiglu of a prefill loses a column": ("swiglu_rows", lambda c: spoil(c, "swiglu_rows", lambda launch: drop(launch.args[2], 3))),
-    "prefill appends to the wrong slot": (
-        "rope_append_rows", lambda c: spoil(c, "rope_append_rows", lambda launch: launch.args[9].__setitem__(..., np.roll(launch.args[9], 64, -1)))
-    ),
+    "swiglu of a prefill loses a column": ("gemm_swiglu_middle", lambda c: spoil(c, "gemm_swiglu_middle", lambda _: drop(c.engine._prefiller.x_inner[0, 0], slice(0, 8)))),
+    "prefill appends to the wrong slot": ("rope_append_parts", slot_of_the_neighbour),
+    "the row before the last is handed on": ("last_row", lambda c: spoil(c, "last_row", lambda launch: launch.args[5].__setitem__(..., launch.args[0][launch.args[4].value - 2]))),
 }  # fmt: skip
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import pytest
 
 from nanoqwen.bench import sanitize
 from nanoqwen.bench.receipts import read_receipt, receipts_folder
-from nanoqwen.bench.sanitize_run import CASES, CEILING_BYTES
-from nanoqwen.config import load_settings
-from nanoqwen.cuda.constants import check_supported
+from nanoqwen.bench.sanitize_run import CASES, CEILING_BYTES, MORE
+from nanoqwen.config import data_path, load_settings
+from nanoqwen.cuda.constants import PREFILL_CHUNK, check_supported
+from nanoqwen.cuda.prefill_plan import products
 from nanoqwen.errors import DeviceError
 
 CLEAN = "========= COMPUTE-SANITIZER\nprinted by the program\n========= ERROR SUMMARY: 0 errors\n"
@@ -145,12 +147,16 @@ def test_a_program_that_an_error_ended_is_an_outcome(tmp_path):
 
 
 def test_the_models_take_what_the_kernels_distinguish():
-    page, chunk = load_settings().kv.page_tokens, 512  # nanoqwen/cuda/prefill.py, which needs CuPy
+    page, gemms = load_settings().kv.page_tokens, set()
     for case in CASES.values():
         check_supported(case.dims, case.group)
-        assert max(case.prompts) + case.steps <= case.dims.max_position
+        assert max(case.prompts) + case.steps + MORE <= case.dims.max_position
+        for length in case.prompts:
+            gemms |= {p.kernel for p in products(case.dims, case.group, length, min(PREFILL_CHUNK, case.dims.max_position), 132).values()}
     lengths = {length for case in CASES.values() for length in case.prompts}
-    assert {1, page - 1, page, page + 1, chunk + 1} <= lengths
+    assert {1, page - 1, page, page + 1} <= lengths
+    sources = "".join(path.read_text(encoding="utf-8") for path in (data_path("kernels") / "prefill").glob("gemm_*.cu"))
+    assert gemms == set(re.findall(r"^NANOQWEN_GEMM\(\w+\) (\w+)\(", sources, re.M)), "every product of prefill is met"
     assert all(any(length < page < length + case.steps for length in case.prompts) for case in CASES.values()), "each model's steps cross a page"
     assert {case.dims.tied for case in CASES.values()} == {True, False} and {case.dims.head_dim for case in CASES.values()} == {64, 128}
     assert CEILING_BYTES % 16 == 0 and CEILING_BYTES % 4096, "a broken chunk at the end"

@@ -1,0 +1,76 @@
+"""Prefill against the length of a prompt: time to first token, and the rate of the layers' products that it amounts to.
+
+*Cold* is a prompt after a pause, as a person types; *sustained* is one prompt behind the other, which is where the card lowers its clock.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+from nanoqwen.bench.card_prefill import workspace_bytes
+from nanoqwen.bench.e2e import greedy
+from nanoqwen.bench.protocol import prompt_ids, spread
+from nanoqwen.cuda.prefill_plan import shapes
+from nanoqwen.engines.base import Engine
+
+LENGTHS = (1, 2, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 16384, 32000)
+PAUSE_S, COLD_RUNS = 0.25, 3
+
+
+def protocol(seed: int) -> dict:
+    """The protocol as a receipt states it."""
+    return {
+        "name": "prefill", "batch": 1, "greedy": True, "lock_clocks": False, "seed": seed, "prompt": "varied ids, a seeded hash of the position",
+        "cold": f"median of {COLD_RUNS} prompts (1 of the longest), each after {PAUSE_S} s", "sustained": "median of prompts one behind the other",
+    }  # fmt: skip
+
+
+def usable_lengths(limit: int) -> list[int]:
+    """Those of ``LENGTHS`` that a context of ``limit`` tokens holds, with room for the first token of the answer."""
+    return [n for n in LENGTHS if n < limit] or [max(1, limit - 1)]
+
+
+def runs_of(n: int) -> int:
+    """Sustained runs of a prompt of ``n`` tokens: fewer of the long ones."""
+    return 20 if n <= 512 else 6 if n <= 4096 else 2
+
+
+def operations(engine: Engine, n: int) -> int:
+    """Floating-point operations of the layers' four products for ``n`` tokens: a multiplication and an addition a weight."""
+    return 2 * n * engine.dims.num_layers * sum(rows * cols for rows, cols in shapes(engine.dims).values())
+
+
+def measure(engine: Engine, seed: int, progress=None, sleep=time.sleep) -> tuple[dict, dict]:
+    """(results, samples): ``lengths`` {tokens: times}; on a Hopper engine also the workspace. ``products_tflop_s`` is over the whole time."""
+    lengths = usable_lengths(engine.context_limit)
+    ids, chooser = prompt_ids(engine.dims.vocab, lengths[-1], seed), greedy(engine)
+    results: dict = {"lengths": {}}
+    samples: dict = {}
+
+    def once(n: int) -> tuple[float, int]:
+        engine.reset()
+        started = time.perf_counter()
+        token = engine.prefill_next(ids[:n], chooser)
+        return (time.perf_counter() - started) * 1e3, token
+
+    for index, n in enumerate(lengths):
+        _, token = once(n)  # grows the pool, fills the caches
+        cold = []
+        for _ in range(COLD_RUNS if n <= 4096 else 1):
+            sleep(PAUSE_S)
+            cold.append(once(n))
+        sustained = [once(n) for _ in range(runs_of(n))]
+        same = all(found == token for _, found in cold + sustained)
+        cold_ms, ms = [t for t, _ in cold], [t for t, _ in sustained]
+        median = statistics.median(ms)
+        results["lengths"][str(n)] = {
+            "cold_ms": round(statistics.median(cold_ms), 4), "ttft_ms": round(median, 4), "tokens_per_s": round(1e3 * n / median, 1),
+            "products_tflop_s": round(operations(engine, n) / (median * 1e9), 2), "spread": spread(ms), "same_id_in_every_run": same,
+        }  # fmt: skip
+        samples[str(n)] = {"cold_ms": [round(t, 4) for t in cold_ms], "ms": [round(t, 4) for t in ms]}
+        if progress:
+            progress(index + 1, len(lengths), f"{n} tokens")
+    if workspace := workspace_bytes(engine):
+        results["workspace_bytes"] = workspace
+    return results, samples
