@@ -234,7 +234,7 @@ def _prefill(name: str, r: dict):
     workspace = f", workspace {human_bytes(r['workspace_bytes'])}" if "workspace_bytes" in r else ""
     yield f"{name}{workspace}"
     yield from columns([("tokens", "cold, ms", "sustained, ms", "tok/s", "TFLOP/s"), *(
-        (f"{int(n):,}", f"{row['cold_ms']:,.3f}", f"{row['ttft_ms']:,.3f}", f"{row['tokens_per_s']:,.0f}", f"{row['products_tflop_s']:,.1f}")
+        (f"{int(n):,}", f"{row['cold_ms']:,.3f}", f"{row['ttft_ms']:,.3f}", f"{row['tokens_per_s']:,.0f}", f"{row['products_tflop_s']:,.2f}")
         for n, row in r["lengths"].items()
     )], right=(0, 1, 2, 3, 4))
     if not all(row["same_id_in_every_run"] for row in r["lengths"].values()):

@@ -8,7 +8,7 @@ import pytest
 from benchkit import Card, CardEngine, fake_llama_bench, write_gguf
 
 from nanoqwen import synthetic_pack
-from nanoqwen.bench import ceiling, e2e, itl, peer_torch, suite
+from nanoqwen.bench import ceiling, e2e, itl, peer_torch, prefill, suite
 from nanoqwen.bench.protocol import Protocol
 from nanoqwen.bench.peers import DEVIATIONS
 from nanoqwen.bench.receipts import check_receipt, read_receipt
@@ -57,6 +57,19 @@ def test_single_steps_and_depths(run, plain):
     assert list(found["results"]["engines"]["cpu"]) == ["17", "40"] and found["results"]["engines"]["cpu"]["40"]["itl_ms"] > 0
     table = run("bench", "context", plain, "--gen-tokens", "3", *FAST, "--depth", "17", "--engine", "cpu").out
     assert "ms a token" in table.splitlines()[-2] and table.splitlines()[-1].split()[0] == "17"
+
+
+def test_prompts_of_many_lengths(run, plain, monkeypatch):
+    monkeypatch.setattr(prefill, "PAUSE_S", 0.0)
+    monkeypatch.setattr(prefill, "LENGTHS", (1, 16, 33, 100_000))
+    done = run("bench", "prefill", plain, "--ceiling-mb", "8", "--engine", "cpu")
+    assert done.status == 0 and "ms a token" not in done.out, done.err
+    table = [line.split() for line in done.out.partition("TFLOP/s")[2].splitlines() if line.strip()]
+    found = json.loads(run("bench", "prefill", plain, "--ceiling-mb", "8", "--engine", "cpu", "--seed", "3", "--json").out)
+    lengths = found["results"]["engines"]["cpu"]["lengths"]
+    assert [row[0] for row in table] == list(lengths) == ["1", "16", "33"] and found["protocol"]["seed"] == 3 and found["protocol"]["name"] == "prefill"
+    assert all(row["same_id_in_every_run"] and row["cold_ms"] > 0 and row["ttft_ms"] > 0 for row in lengths.values())
+    assert "workspace" not in done.out, "that is a card's"
 
 
 def test_the_ceiling_alone(run):

@@ -3,8 +3,8 @@
 import dataclasses
 
 import pytest
+from kernelmodels import DEMO, MODELS, SEVEN
 
-from nanoqwen.config import Dims
 from nanoqwen.cuda.compile import ARCH, OPTIONS, compile_all, compile_source, kernel_sources, parse_resources
 from nanoqwen.cuda.constants import LaunchShape, check_supported, constants_header, padded_rows, row_threads, streams
 from nanoqwen.errors import DeviceError, InputError
@@ -12,14 +12,6 @@ from nanoqwen.synthetic import synthetic_dims
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed: the test extra brings it on Linux")
 
-SEVEN, DEMO = Dims.qwen2_5_coder_7b(), synthetic_dims("demo")
-MODELS = {
-    "7b": (SEVEN, 128),
-    "embedded": (DEMO, 128),
-    "heads of 64, group 64, tied": (dataclasses.replace(DEMO, hidden=448, num_heads=7, head_dim=64, tied=True), 64),
-    "group 32": (dataclasses.replace(DEMO, hidden=384, intermediate=1056, num_heads=6, num_kv_heads=2, head_dim=64), 32),
-    "32b": (synthetic_dims("32b"), 128),
-}
 REGISTERS_A_SM, SHARED_A_SM, RESERVED_A_CTA = 65536, 228 * 1024, 1024
 
 

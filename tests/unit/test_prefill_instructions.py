@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from nanoqwen.bench import prefill_instructions as counting
+from nanoqwen.bench.receipts import read_receipt, receipts_folder
+from nanoqwen.cuda import prefill_plan as plans
 from nanoqwen.cuda import sass
 from nanoqwen.errors import DeviceError
 
@@ -41,3 +43,14 @@ def test_what_does_not_fit_together_is_refused():
         counting.main_loops(body, [32, 128])
     with pytest.raises(DeviceError, match="no loop holds the products of 64 tokens"):
         counting.main_loops(body, [64, 128, 64])
+
+
+def test_the_receipt_has_every_width_of_its_kernels_and_none_that_spills():
+    results = read_receipt(receipts_folder() / f"{counting.NAME}.json")["results"]
+    widths = {"": plans.WIDE, "_middle": plans.MIDDLE, "_narrow": plans.NARROW}
+    assert {kernel: set(found["widths"]) for kernel, found in results.items()} == {
+        source + end: {str(w) for w in widths[end]} for source in counting.KERNELS for end in widths
+    }
+    for kernel, found in results.items():
+        assert found["from_registers"] and found["spill_bytes"] == 0, kernel
+        assert all(row["per_weight"] == round(row["instructions"] / counting.WEIGHTS_A_LANE, 3) for row in found["widths"].values())

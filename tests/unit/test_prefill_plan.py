@@ -7,22 +7,14 @@ import re
 import cardkit
 import numpy as np
 import pytest
+from kernelmodels import MODELS, SEVEN
 
 from nanoqwen.config import Dims, data_path
 from nanoqwen.cuda import prefill_plan as plans
 from nanoqwen.cuda.constants import PREFILL_CHUNK, LaunchShape, constants_header
 from nanoqwen.cuda.memory import workspace_bytes
 from nanoqwen.ladder import layouts
-from nanoqwen.synthetic import synthetic_dims
 
-SEVEN, DEMO = Dims.qwen2_5_coder_7b(), synthetic_dims("demo")
-MODELS = {
-    "7b": (SEVEN, 128),
-    "embedded": (DEMO, 128),
-    "heads of 64, group 64, tied": (dataclasses.replace(DEMO, hidden=448, num_heads=7, head_dim=64, tied=True), 64),
-    "group 32": (dataclasses.replace(DEMO, hidden=384, intermediate=1056, num_heads=6, num_kv_heads=2, head_dim=64), 32),
-    "32b": (synthetic_dims("32b"), 128),
-}
 LENGTHS = (1, 8, 9, 16, 17, 31, 32, 33, 50, 64, 65, 100, 128, 129, 255, 256, 257, 300, 511, 512, 513, 1000, 1024, 1025, 2047, 2048)
 
 
