@@ -7,7 +7,10 @@ card says nothing about the kernels in `kernels/`, which the same checks meet on
 
 from __future__ import annotations
 
+import copy
+import ctypes
 import sys
+import time
 import types
 from contextlib import contextmanager
 
@@ -50,7 +53,7 @@ class Stream:
 
     def end_capture(self):
         launches, self.captured = self.captured, None
-        return types.SimpleNamespace(launch=lambda stream: [launch(stream) for launch in launches])
+        return types.SimpleNamespace(launch=lambda stream: [launch(stream) for launch in launches], upload=lambda stream: None)
 
 
 class Event:
@@ -58,7 +61,8 @@ class Event:
 
     def __init__(self, **options) -> None: ...
 
-    def record(self, stream) -> None: ...
+    def record(self, stream) -> None:
+        self.at = time.perf_counter()
 
     def synchronize(self) -> None: ...
 
@@ -74,9 +78,23 @@ class Launch:
 
     def __call__(self, stream: Stream) -> None:
         if stream.captured is not None:
-            stream.captured.append(self)
+            stream.captured.append(self.frozen())
         else:
             self.card.kernels[self.name](self)
+
+    def frozen(self):
+        """This launch as a graph keeps it: with the grid and the arguments of now, whatever becomes of them."""
+        grid, args = self.grid, [a if isinstance(a, np.ndarray) else copy.copy(a) for a in self.args]
+
+        def launch(stream: Stream) -> None:
+            now = self.grid, self.args
+            self.grid, self.args = grid, args
+            try:
+                self(stream)
+            finally:
+                self.grid, self.args = now
+
+        return launch
 
 
 class FakeCard:
@@ -274,17 +292,19 @@ class FakeCard:
         with np.errstate(over="ignore"):
             layouts.tile_x(x, rows, self.engine.group)
 
-    def product(self, launch) -> tuple[int, int, np.ndarray]:
-        """(layer, splits, x . W^T [n, rows])."""
+    def product(self, launch) -> np.ndarray:
+        """x . W^T [n, rows]."""
         work, operands = launch.args[:2]
-        layer, name, matrix = self.matrix(operands.blocks)
+        _, name, matrix = self.matrix(operands.blocks)
         p = self.engine._prefiller
         x = p.x_inner if name == "down" else p.x
-        assert operands.x == x.data.ptr and operands.tokens == x.shape[1] and launch.grid == (min(SMS, work.items),)
-        return layer, work.splits, self.read_x(x, work.n, matrix.cols) @ self.weights(matrix).T
+        assert operands.x == x.data.ptr and operands.tokens == x.shape[1] and launch.grid == (work.grid(SMS),)
+        return self.read_x(x, work.n, matrix.cols) @ self.weights(matrix).T
 
-    def sum_parts(self, parts, splits: int, n: int, rows: int) -> np.ndarray:
-        return parts[: splits * n * rows].reshape(splits, n, rows).astype(np.float64).sum(axis=0)
+    def sum_parts(self, parts, work, rows: int) -> np.ndarray:
+        from nanoqwen.ladder import layouts
+
+        return layouts.add_parts(parts[: work.slots * work.n * rows].reshape(-1, work.n, rows), work, np.arange(work.n))
 
     def k_largest_scale(self, launch) -> None:
         blocks, count, found = (getattr(a, "value", a) for a in launch.args)
@@ -311,12 +331,13 @@ class FakeCard:
     def k_norm_rows_tiled(self, launch) -> None:
         from nanoqwen.ladder import twins
 
-        residual, parts, splits, parts_factor, gain, x, tokens, factor, bound, inner = (getattr(a, "value", a) for a in launch.args)
+        residual, parts, work, parts_factor, gain, x, tokens, factor, bound, inner = (getattr(a, "value", a) for a in launch.args)
         n, hidden = launch.grid[0], self.dims.hidden
         assert tokens == x.shape[1]
         total = residual[:n].astype(np.float64)
         if parts is not None:
-            total = total + self.sum_parts(parts, splits, n, hidden) * (1 if parts_factor is None else parts_factor[:n, None])
+            assert work.n == n
+            total = total + self.sum_parts(parts, work, hidden) * (1 if parts_factor is None else parts_factor[:n, None])
         residual[:n] = total
         y = twins.rms_norm(total, np.asarray(gain, np.float64), self.dims.rms_eps)
         by = np.abs(y).max(axis=1) / 1024
@@ -326,30 +347,26 @@ class FakeCard:
             inner[:n] = np.maximum(bound * np.square(y).sum(axis=1) / 32768, 1e-30)
 
     def k_gemm_parts(self, launch) -> None:
-        rows, out = (getattr(a, "value", a) for a in launch.args[2:])
-        _, splits, y = self.product(launch)
-        assert y.shape[1] == rows
-        out[: splits * y.size].reshape(splits, *y.shape)[...] = y / splits
+        from nanoqwen.ladder import layouts
 
-    k_gemm_parts_middle = k_gemm_parts_narrow = k_gemm_parts
+        work, out, p = launch.args[0], launch.args[2], self.engine._prefiller
+        y = self.product(launch)
+        assert y.shape[1] == out.rows and out.out == p.parts.data.ptr
+        counts = layouts.part_counts(work, out.rows)
+        parts = p.parts[: work.slots * y.size].reshape(-1, *y.shape)
+        parts[...] = np.nan  # what no CTA writes may be anything
+        for slot, part in enumerate(parts):
+            part[:, layouts.part_places(np.arange(out.rows))] = np.where(slot < counts, y / counts, np.nan)
 
-    def k_gemm_residual(self, launch) -> None:
-        _, residual, factor = (getattr(a, "value", a) for a in launch.args[2:])
-        y = self.product(launch)[2]
-        residual[: len(y)] += y * (1 if factor is None else factor[: len(y), None])
-
-    def k_gemm_qkv(self, launch) -> None:
-        layer, _, y = self.product(launch)
-        out, p = launch.args[2], self.engine._prefiller
-        self.appends_to(layer, out.keys, out.values)
-        p.q[: len(y)] = self.append(layer, y * p.factor[: len(y), None], out.first_position)
+    k_gemm_parts_middle = k_gemm_parts_few = k_gemm_parts
 
     def k_rope_append_parts(self, launch) -> None:
-        parts, splits, factor, q_bias, _, _, _, position, _, keys, values, q = (getattr(a, "value", a) for a in launch.args)
+        parts, work, factor, q_bias, _, _, _, span, _, keys, values, q = (getattr(a, "value", a) for a in launch.args)
         layer = next(i for i, layer in enumerate(self.engine._weights.layers) if layer.q_bias is q_bias)
         self.appends_to(layer, keys, values)
-        n = launch.grid[1]
-        q[:n] = self.append(layer, self.sum_parts(parts, splits, n, self.dims.q_size + 2 * self.dims.kv_size) * factor[:n, None], position)
+        position, n = map(int, span)
+        assert launch.grid[0] == work.n >= n
+        q[:n] = self.append(layer, (self.sum_parts(parts, work, self.dims.q_size + 2 * self.dims.kv_size) * factor[: work.n, None])[:n], position)
 
     def appends_to(self, layer: int, keys: int, values: int) -> None:
         pool = self.engine._pages.pool
@@ -358,25 +375,30 @@ class FakeCard:
     def k_gemm_swiglu(self, launch) -> None:
         from nanoqwen.ladder import twins
 
-        y, p = self.product(launch)[2], self.engine._prefiller
+        y, p = self.product(launch), self.engine._prefiller
         assert (launch.args[2].factor, launch.args[2].inner, launch.args[2].out) == (p.factor.data.ptr, p.inner.data.ptr, p.x_inner.data.ptr)
         gate, up = np.split(y * p.factor[: len(y), None], 2, axis=1)
         self.write_x(p.x_inner, twins.swiglu(gate, up) / p.inner[: len(y), None])
 
-    k_gemm_swiglu_middle = k_gemm_swiglu_narrow = k_gemm_swiglu
+    k_gemm_swiglu_middle = k_gemm_swiglu_few = k_gemm_swiglu
 
     def k_prefill_attention(self, launch) -> None:
         from nanoqwen.ladder import twins
 
-        q, keys, values, table, position, n, out, tokens = (getattr(a, "value", a) for a in launch.args)
-        layer = next(i for i, layer in enumerate(self.engine._pages.pool) if layer[0].data.ptr == keys)
-        self.appends_to(layer, keys, values)
-        assert tokens == out.shape[1]
-        self.write_x(out, twins.paged_attention(q[:n].astype(np.float64), *self.engine._pages.pool[layer], table, position, self.dims, 16))
+        q, key_map, value_map, table, span, out, tokens = (getattr(a, "value", a) for a in launch.args)
+        layer = next(i for i, layer in enumerate(self.engine._pages.pool) if layer[0].data.ptr == key_map.opaque[0])
+        self.appends_to(layer, key_map.opaque[0], value_map.opaque[0])
+        assert tokens == out.shape[1] and key_map.opaque[1] * key_map.opaque[2] == self.engine._pages.pool[layer, 0].size
+        position, n = map(int, span)
+        rounded = q[:n].astype(np.float16).astype(np.float64)
+        self.write_x(out, twins.paged_attention(rounded, *self.engine._pages.pool[layer], table, position, self.dims, 16))
+
+    k_prefill_attention_spread = k_prefill_attention
 
     def k_last_row(self, launch) -> None:
-        residual, parts, splits, factor, n, out = (getattr(a, "value", a) for a in launch.args)
-        out[...] = residual[n - 1] + (0 if parts is None else self.sum_parts(parts, splits, n, self.dims.hidden)[n - 1] * factor[n - 1])
+        residual, parts, work, factor, span, out = (getattr(a, "value", a) for a in launch.args)
+        last = int(span[1]) - 1
+        out[...] = residual[last] + self.sum_parts(parts, work, self.dims.hidden)[last] * factor[last]
 
 
 def _cupy(card: FakeCard) -> types.ModuleType:
@@ -393,6 +415,7 @@ def _cupy(card: FakeCard) -> types.ModuleType:
     fake.cuda = types.SimpleNamespace(
         Stream=Stream, Event=Event, alloc_pinned_memory=bytearray, runtime=runtime, Device=lambda *a: types.SimpleNamespace(id=0),
         memory=types.SimpleNamespace(OutOfMemoryError=MemoryError), get_current_stream=Stream, Graph=object,
+        get_elapsed_time=lambda before, after: (after.at - before.at) * 1e3,
     )  # fmt: skip
     return fake
 
@@ -452,6 +475,14 @@ def played(monkeypatch):
     import nanoqwen.cuda.staging as staging
 
     staging.Card = StagingCard
+    from nanoqwen.cuda import tensor_map
+
+    def encoded(*described: int) -> int:
+        """A map that says what it was asked for; the driver's is opaque."""
+        card.map = (ctypes.c_uint64 * 16)(*described)
+        return ctypes.addressof(card.map)
+
+    tensor_map._encoded = encoded
     from nanoqwen.engines import hopper
 
     made = hopper.HopperEngine.__init__

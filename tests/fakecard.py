@@ -22,7 +22,7 @@ DIMS = Dims(num_layers=2, hidden=128, intermediate=128, num_heads=2, num_kv_head
 PAGE = 16
 #: An id whose row in the cache overflows.
 LOUD = 299
-_HOPPER_MODULES = ("engines.hopper", "cuda.decode", "cuda.launch", "cuda.prefill", "cuda.weights", "cuda.staging")
+_HOPPER_MODULES = ("engines.hopper", "cuda.decode", "cuda.launch", "cuda.prefill", "cuda.tensor_map", "cuda.weights", "cuda.staging")
 
 
 def logits_of(ids: list[int]) -> np.ndarray:
@@ -117,7 +117,7 @@ class Card:
         monkeypatch.setitem(sys.modules, "cupy", cupy)
         hopper = _import_anew(monkeypatch)
         monkeypatch.setattr(hopper, "Kernels", lambda constants, cache: None)
-        monkeypatch.setattr(hopper, "Prefill", lambda kernels, weights, buffers, shape, chunk: SimpleNamespace(run=self._prefill(buffers)))
+        monkeypatch.setattr(hopper, "Prefill", lambda kernels, weights, buffers, shape, chunk, capture: SimpleNamespace(run=self._prefill(buffers), prepare=lambda pool, stream: None))
         monkeypatch.setattr(hopper, "head_launches", self._head)
         monkeypatch.setattr(hopper, "decode_launches", self._decode)
         return hopper

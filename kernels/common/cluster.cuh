@@ -1,4 +1,4 @@
-// A cluster: CTAs on neighbouring SMs that can write into each other's shared memory and wait for each other.
+// A cluster: CTAs on neighbouring SMs that can read and write each other's shared memory and wait for each other.
 #pragma once
 
 #include "mbarrier.cuh"
@@ -24,6 +24,22 @@ __device__ __forceinline__ void store_to_cta(u64* p, u32 rank, u64 value) {
   u32 there;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(p)), "r"(rank));
   asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(there), "l"(value) : "memory");
+}
+
+// *p, and two floats from p on, where p is this CTA's address and the memory meant is CTA `rank`'s. As above: it has started, and has not left.
+__device__ __forceinline__ float load_from_cta(const float* p, u32 rank) {
+  u32 there;
+  float v;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(p)), "r"(rank));
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(there) : "memory");
+  return v;
+}
+__device__ __forceinline__ float2 load_pair_from_cta(const float* p, u32 rank) {
+  u32 there;
+  float2 v;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(p)), "r"(rank));
+  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(there) : "memory");
+  return v;
 }
 
 }  // namespace nanoqwen

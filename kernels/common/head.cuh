@@ -34,4 +34,16 @@ __device__ __forceinline__ void store_pair(u16* row, int position, int i, float 
   row[swizzled(i + kHeadDim / 2, position)] = float_to_half(b);
 }
 
+// The end of a head's elements i and i + head_dim / 2 at `position`, bias added: q and k are rotated; q goes to q[head][head_dim] of its token, FP32, k and v
+// into their row of `page` of their pool.
+__device__ __forceinline__ void finish_pair(const Head& head, int position, int page, int i, float a, float b, float2 turn, float* q, u16* keys, u16* values) {
+  if (head.is_q || head.is_k) rotate(a, b, turn);
+  if (head.is_q) {
+    q[head.index * kHeadDim + i] = a;
+    q[head.index * kHeadDim + i + kHeadDim / 2] = b;
+  } else {
+    store_pair((head.is_k ? keys : values) + page_row(page, head.kv_head(), position % kPageTokens), position, i, a, b);
+  }
+}
+
 }  // namespace nanoqwen

@@ -3,6 +3,8 @@
 // An mbarrier is a 64-bit word in shared memory with a phase bit, a count of arrivals still pending and a count of bytes still
 // on their way. The phase flips when both reach zero, and both start again. Who waits, waits for the flip of a given phase
 // (its parity, 0 or 1), so a barrier can be reused for ever as long as no waiter falls two phases behind.
+//
+// A barrier is named by a pointer, or by its address in shared memory where a kernel computes that itself.
 #pragma once
 
 #include "ptx.cuh"
@@ -15,22 +17,21 @@ __device__ __forceinline__ u32 shared_address(const void* p) { return static_cas
 
 // [mbarrier]
 // One thread, before anybody uses the barrier. `arrivals` are the arrive calls that complete a phase.
-__device__ __forceinline__ void barrier_init(Barrier* b, u32 arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
-}
+__device__ __forceinline__ void barrier_init(u32 b, u32 arrivals) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(b), "r"(arrivals) : "memory"); }
+__device__ __forceinline__ void barrier_init(Barrier* b, u32 arrivals) { barrier_init(shared_address(b), arrivals); }
 
 // Makes the inits visible to the copy engine (the async proxy). After it, a __syncthreads makes them visible to the CTA.
 __device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 // One arrival, which also announces `bytes` that copies will bring. The phase cannot end before they have landed.
-__device__ __forceinline__ void barrier_arrive_expect(Barrier* b, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes) : "memory");
+__device__ __forceinline__ void barrier_arrive_expect(u32 b, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(b), "r"(bytes) : "memory");
 }
+__device__ __forceinline__ void barrier_arrive_expect(Barrier* b, u32 bytes) { barrier_arrive_expect(shared_address(b), bytes); }
 
 // One arrival. Releases this thread's earlier reads and writes of shared memory to whoever waits for the phase.
-__device__ __forceinline__ void barrier_arrive(Barrier* b) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
-}
+__device__ __forceinline__ void barrier_arrive(u32 b) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(b) : "memory"); }
+__device__ __forceinline__ void barrier_arrive(Barrier* b) { barrier_arrive(shared_address(b)); }
 
 // Wait until the phase with this parity has ended. A fresh barrier is in phase 0: waiting for parity 1 returns at once,
 // as if a phase before the first had ended, which is how a producer finds all stages empty at the start.
@@ -46,10 +47,11 @@ __device__ __forceinline__ void barrier_wait(Barrier* b, u32 parity) {
 
 // Copy `bytes` (a multiple of 16, both addresses 16-byte aligned) from global to shared memory. Returns at once; the copy
 // engine takes the bytes off the barrier's count as they land. One thread issues it for all.
-__device__ __forceinline__ void bulk_copy(void* shared, const void* global, u32 bytes, Barrier* b) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(shared)),
-      "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(shared_address(b)) : "memory");
+__device__ __forceinline__ void bulk_copy(u32 shared, const void* global, u32 bytes, u32 b) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+      "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(b) : "memory");
 }
+__device__ __forceinline__ void bulk_copy(void* shared, const void* global, u32 bytes, Barrier* b) { bulk_copy(shared_address(shared), global, bytes, shared_address(b)); }
 
 // The same with a cache policy for L2 (ptx.cuh).
 __device__ __forceinline__ void bulk_copy(void* shared, const void* global, u32 bytes, Barrier* b, u64 policy) {

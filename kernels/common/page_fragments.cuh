@@ -1,4 +1,4 @@
-// A page in shared memory as tensor-core operands: what both attention kernels know about its layout.
+// A page in shared memory as operands of mma.sync: what attention at batch 1 knows about its layout.
 //
 // A page is 16 tokens of one KV head, [token][head_dim] FP16, chunks of a row swizzled (kv_page.cuh). Eight lanes of an ldmatrix name
 // the same chunk of eight consecutive tokens; the swizzle puts these into eight different groups of banks.

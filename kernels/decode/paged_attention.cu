@@ -13,7 +13,8 @@
 // Barriers   name      arrivals      who arrives                      who waits             means
 //            full[i]   1 + bytes     producer lane (expect_tx)        consumer warps        the stage's pages have landed
 //            empty[i]  6             lane 0 of each consumer warp     producer lane         nobody reads the stage any more
-//            __syncthreads x 2       all 224 threads: after the barriers are initialised; after the warps' results are in shared memory.
+//            __syncthreads x 3       all 224 threads: after the barriers are initialised; when all pages are read, because the results take
+//                                    their memory; when the results are there.
 //            The producer never waits inside a consumer's branch nor the other way round: every __syncthreads stands at top level.
 //
 // Shared     offset                      bytes                   what
@@ -190,7 +191,7 @@ paged_attention(const float* q, const u16* keys, const u16* values, const int* b
   }
 
   // The pages are read and every copy has landed (each was waited for): their memory may hold the warps' results.
-  __syncthreads();
+  __syncthreads();  // all 224 threads, the producer too: nobody still reads a page
   if (warp >= 0) {
     const int g = lane_id() / 4, t = lane_id() % 4;
 #pragma unroll
@@ -201,7 +202,7 @@ paged_attention(const float* q, const u16* keys, const u16* values, const int* b
       shared.joined.denominators[pair][g] = denominator;
     }
   }
-  __syncthreads();
+  __syncthreads();  // all 224 threads: every pair's results are there
   for (int i = threadIdx.x; i < kGqa * kHeadDim; i += kAttentionThreads) {
     const int head = i / kHeadDim, dim = i % kHeadDim;
     float top = -infinity(), sum = 0.0f, total = 0.0f;

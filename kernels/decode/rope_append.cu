@@ -42,12 +42,6 @@ rope_append(const float* parts, const u16* q_bias, const u16* k_bias, const u16*
     constexpr int kRows = kQSize + 2 * kKvSize;
     float a = sum_parts<kQkvParts>(parts + first_row, kRows) + bias_a[p];
     float b = sum_parts<kQkvParts>(parts + second_row, kRows) + bias_b[p];
-    if (head.is_q || head.is_k) rotate(a, b, turn[p]);
-    if (head.is_q) {
-      q[first_row] = a;
-      q[second_row] = b;
-    } else {
-      store_pair((head.is_k ? keys : values) + page_row(page, head.kv_head(), position % kPageTokens), position, i, a, b);
-    }
+    finish_pair(head, position, page, i, a, b, turn[p], q, keys, values);
   }
 }

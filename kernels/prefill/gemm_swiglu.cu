@@ -7,4 +7,4 @@ using namespace nanoqwen;
 
 NANOQWEN_GEMM(Wide) gemm_swiglu(const Work work, const Operands o, const SwigluOut out) { gemm_int4(work, o, out, Wide{}); }
 NANOQWEN_GEMM(Middle) gemm_swiglu_middle(const Work work, const Operands o, const SwigluDirect out) { gemm_int4(work, o, out, Middle{}); }
-NANOQWEN_GEMM(Narrow) gemm_swiglu_narrow(const Work work, const Operands o, const SwigluDirect out) { gemm_int4(work, o, out, Narrow{}); }
+NANOQWEN_GEMM(Few) gemm_swiglu_few(const Work work, const Operands o, const SwigluDirect out) { gemm_int4(work, o, out, Few{}); }

@@ -5,8 +5,10 @@
 // largest_scale  of a matrix. The products bring scales up by a power of two that follows from it (gemm_int4.cuh).
 #include "constants.cuh"
 #include "embedding.cuh"
+#include "gemm_work.cuh"
 #include "int4_block.cuh"
 #include "ptx.cuh"
+#include "span.cuh"
 
 namespace nanoqwen {
 constexpr int kThreads = 256;
@@ -23,17 +25,15 @@ extern "C" __global__ void __launch_bounds__(kThreads) embed_rows(const u16* emb
   }
 }
 
-// residual [n][hidden]; parts FP32 [splits][n][hidden] with the tokens' factors, or null: it is in the residual already.
-extern "C" __global__ void __launch_bounds__(kThreads) last_row(const float* residual, const float* parts, int splits, const float* factor, int n, float* out) {
+// residual [n][hidden]; parts as gemm_work.cuh lays them out for `work`, with the tokens' factors.
+extern "C" __global__ void __launch_bounds__(kThreads)
+last_row(const float* residual, const float* parts, const Work work, const float* factor, const Span* span, float* out) {
   const int i = blockIdx.x * kThreads + threadIdx.x;
   allow_next_kernel();
   wait_for_previous_kernel();
   if (i >= kHidden) return;
-  const size_t at = static_cast<size_t>(n - 1) * kHidden + i;
-  float sum = 0.0f;
-  if (parts)
-    for (int s = 0; s < splits; ++s) sum += parts[s * (static_cast<size_t>(n) * kHidden) + at];
-  out[i] = residual[at] + (parts ? sum * factor[n - 1] : 0.0f);
+  const int last = span->n - 1;
+  out[i] = residual[static_cast<size_t>(last) * kHidden + i] + add_parts_of_row(parts, work, kHidden, last, i) * factor[last];
 }
 
 // result: bits of the largest scale as a float; 0 before. A warp takes four blocks at a time, eight lanes a block. The largest of several numbers

@@ -2,20 +2,21 @@
 //
 // norm_rows_tiled    residual += parts of the product before (if any) * its factor; y = RMSNorm(residual) * weight; FP16 y / factor as X; factor;
 //                    with `inner`, also the bound that scales the SwiGLU result of each token (SwigluOut).
-// rope_append_parts  q, k, v of a product that came in parts: sum, factor, bias, RoPE, pages (rope_append_rows.cu reads one part).
+// rope_append_parts  q, k, v of a product that came in parts: sum, factor, bias, RoPE; k and v into their pages.
 // projection_bound   once, when the weights are uploaded: the largest row norm of a matrix's rows [first, first + rows).
-// tile_rows          FP16 rows as X. For tests.
-// Launch     a CTA a token (256 threads); rope_append_parts (heads, n) of 32; projection_bound a warp a 16-row tile.
+// Launch     a CTA of 256 threads a token, or as many for each as take its heads (rope_append_parts: grid (tokens, ctas)); projection_bound a warp a 16-row tile.
 #include "constants.cuh"
-#include "gemm_int4.cuh"
+#include "gemm_work.cuh"
 #include "head.cuh"
+#include "int4_block.cuh"
 #include "row_scale.cuh"
+#include "span.cuh"
 
 namespace nanoqwen {
 
 constexpr int kRowCtaThreads = 256, kPieces = (kHidden / 4 + kRowCtaThreads - 1) / kRowCtaThreads;
 constexpr int kPaddedHidden = (kHidden + kUnit - 1) / kUnit * kUnit;
-static_assert(kHidden % 4 == 0, "four values at a time");
+static_assert(kHidden % 32 == 0, "parts come in the order of whole warps (gemm_work.cuh)");
 
 // Chunks of 16 bytes of a permuted row in shared memory to their places in X.
 __device__ __forceinline__ void write_x(const u16* permuted, int columns, u16* x, int tokens, int token) {
@@ -27,45 +28,54 @@ __device__ __forceinline__ void write_x(const u16* permuted, int columns, u16* x
 
 using namespace nanoqwen;
 
-// parts FP32 [splits][n][hidden] or null; x [hidden padded / 64][tokens][64]; inner null or FP32 [n] with `bound`, the product of the largest row norms
-// of gate and up.
+// parts as gemm_work.cuh lays them out for `work`, or null; x [hidden padded / 64][tokens][64]; inner null or FP32 [n] with `bound`, the product of the
+// largest row norms of gate and up. A thread takes the four rows that lie side by side in the parts.
 extern "C" __global__ void __launch_bounds__(kRowCtaThreads)
-norm_rows_tiled(float* residual, const float* parts, int splits, const float* parts_factor, const u16* weight, u16* x, int tokens, float* factor, float bound, float* inner) {
+norm_rows_tiled(float* residual, const float* parts, const Work work, const float* parts_factor, const u16* weight, u16* x, int tokens, float* factor, float bound, float* inner) {
   __shared__ __align__(16) u16 permuted[kPaddedHidden];
-  const int token = blockIdx.x, n = gridDim.x;
+  const int token = blockIdx.x;
   allow_next_kernel();
-  uint2 gain[kPieces];
+  float gain[kPieces][4];
+  int count[kPieces], most = 0;
 #pragma unroll
   for (int p = 0; p < kPieces; ++p) {
-    const int i = 4 * (threadIdx.x + p * kRowCtaThreads);
-    gain[p] = i < kHidden ? *reinterpret_cast<const uint2*>(weight + i) : make_uint2(0, 0);
+    const int i = part_row(threadIdx.x + p * kRowCtaThreads);
+    count[p] = parts && i < kHidden ? part_count(work, i / 16, token) : 0;
+    most = max(most, count[p]);
+#pragma unroll
+    for (int r = 0; r < 4; ++r) gain[p][r] = i < kHidden ? half_to_float(weight[i + 8 * r]) : 0.0f;
   }
   wait_for_previous_kernel();
-  float4* row = reinterpret_cast<float4*>(residual + static_cast<size_t>(token) * kHidden);
+  float* row = residual + static_cast<size_t>(token) * kHidden;
   const float f_in = parts_factor ? parts_factor[token] : 1.0f;
-  float4 v[kPieces];
+  float v[kPieces][4], sum[kPieces][4];
+#pragma unroll
+  for (int p = 0; p < kPieces; ++p) {
+    const int i = part_row(threadIdx.x + p * kRowCtaThreads);
+#pragma unroll
+    for (int r = 0; r < 4; ++r) v[p][r] = i < kHidden ? row[i + 8 * r] : 0.0f, sum[p][r] = 0.0f;
+  }
+  const float4* part = reinterpret_cast<const float4*>(parts) + static_cast<size_t>(token) * (kHidden / 4) + threadIdx.x;
+#pragma unroll 4
+  for (int k = 0; k < most; ++k, part += static_cast<size_t>(work.n) * (kHidden / 4))
+#pragma unroll
+    for (int p = 0; p < kPieces; ++p)  // all pieces of a slot at once: nothing waits for the sum before it
+      if (k < count[p]) {
+        const float4 more = part[p * kRowCtaThreads];
+        sum[p][0] += more.x, sum[p][1] += more.y, sum[p][2] += more.z, sum[p][3] += more.w;
+      }
   float squares = 0.0f, largest = 0.0f;
 #pragma unroll
   for (int p = 0; p < kPieces; ++p) {
-    const int i = threadIdx.x + p * kRowCtaThreads;
-    v[p] = make_float4(0, 0, 0, 0);
-    if (4 * i < kHidden) {
-      v[p] = row[i];
-      if (parts) {
-        float4 sum = make_float4(0, 0, 0, 0);
-        const float4* part = reinterpret_cast<const float4*>(parts + static_cast<size_t>(token) * kHidden) + i;
-#pragma unroll 4
-        for (int s = 0; s < splits; ++s, part += static_cast<size_t>(n) * (kHidden / 4)) {
-          const float4 more = *part;
-          sum = make_float4(sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w);
-        }
-        v[p] = make_float4(v[p].x + sum.x * f_in, v[p].y + sum.y * f_in, v[p].z + sum.z * f_in, v[p].w + sum.w * f_in);
-        row[i] = v[p];
-      }
+    const int i = part_row(threadIdx.x + p * kRowCtaThreads);
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      v[p][r] += sum[p][r] * f_in;
+      if (count[p]) row[i + 8 * r] = v[p][r];
+      squares += v[p][r] * v[p][r];
+      v[p][r] *= gain[p][r];
+      largest = fmaxf(largest, fabsf(v[p][r]));
     }
-    squares += v[p].x * v[p].x + v[p].y * v[p].y + v[p].z * v[p].z + v[p].w * v[p].w;
-    v[p] = make_float4(v[p].x * low_half(gain[p].x), v[p].y * high_half(gain[p].x), v[p].z * low_half(gain[p].y), v[p].w * high_half(gain[p].y));
-    largest = fmaxf(fmaxf(largest, fmaxf(fabsf(v[p].x), fabsf(v[p].y))), fmaxf(fabsf(v[p].z), fabsf(v[p].w)));
   }
   const float2 both = cta_max_sum<kRowCtaThreads>(largest, squares);
   const float scale = rsqrtf(both.y / kHidden + kRmsEps);
@@ -74,13 +84,11 @@ norm_rows_tiled(float* residual, const float* parts, int splits, const float* pa
   float norm = 0.0f;
 #pragma unroll
   for (int p = 0; p < kPieces; ++p) {
-    const int i = 4 * (threadIdx.x + p * kRowCtaThreads);
-    norm += v[p].x * v[p].x + v[p].y * v[p].y + v[p].z * v[p].z + v[p].w * v[p].w;
-    if (i < kHidden) {
-      *reinterpret_cast<u32*>(permuted + x_position(i)) = pack_half2(v[p].x * by, v[p].y * by);
-      *reinterpret_cast<u32*>(permuted + x_position(i + 2)) = pack_half2(v[p].z * by, v[p].w * by);
-    } else if (i < kPaddedHidden) {
-      *reinterpret_cast<u32*>(permuted + x_position(i)) = *reinterpret_cast<u32*>(permuted + x_position(i + 2)) = 0;
+    const int i = part_row(threadIdx.x + p * kRowCtaThreads);
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      norm += v[p][r] * v[p][r];
+      if (i < kPaddedHidden) permuted[x_position(i + 8 * r)] = float_to_half(v[p][r] * by);  // zero behind the matrix
     }
   }
   if (inner) norm = cta_max_sum<kRowCtaThreads>(0.0f, norm).y;
@@ -92,33 +100,32 @@ norm_rows_tiled(float* residual, const float* parts, int splits, const float* pa
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kWarp)
-rope_append_parts(const float* parts, int splits, const float* factor, const u16* q_bias, const u16* k_bias, const u16* v_bias, const float2* rope_table,
-                  int first_position, const int* block_table, u16* keys, u16* values, float* q) {
-  constexpr int kHalf = kHeadDim / 2, kRows = kQSize + 2 * kKvSize;
+// q FP32 [tokens][heads][head_dim]. A thread takes four elements of the first half of a head and the four that RoPE pairs with them. What it needs besides the
+// parts is here before they are finished; tokens that the chunk does not have end at once, since no page is theirs.
+extern "C" __global__ void __launch_bounds__(kRowCtaThreads)
+rope_append_parts(const float* parts, const Work work, const float* factor, const u16* q_bias, const u16* k_bias, const u16* v_bias, const float2* rope_table,
+                  const Span* span, const int* block_table, u16* keys, u16* values, float* q) {
+  constexpr int kHalf = kHeadDim / 2, kFours = kHalf / 4, kHeads = kNumHeads + 2 * kNumKvHeads, kRows = kHeads * kHeadDim;
   allow_next_kernel();
-  const Head head(blockIdx.x);
-  const int token = blockIdx.y, n = gridDim.y, position = first_position + token;
-  const u16* bias = head.bias(q_bias, k_bias, v_bias);
+  const int token = blockIdx.x, position = span->position + token, mine = blockIdx.y * kRowCtaThreads + threadIdx.x;
+  if (token >= span->n || mine >= kHeads * kFours) return;
+  const Head head(mine / kFours);
+  const u16* const bias = head.bias(q_bias, k_bias, v_bias);
+  const int four = head.index * 2 * kFours + mine % kFours, i = part_row(mine % kFours);
+  const int count_a = part_count(work, part_row(four) / 16, token), count_b = part_count(work, part_row(four + kFours) / 16, token);
+  const int page = block_table[position / kPageTokens];
+  float2 turn[4];
+#pragma unroll
+  for (int r = 0; r < 4; ++r) turn[r] = rope_table[static_cast<size_t>(position) * kHalf + i + 8 * r];
   wait_for_previous_kernel();
-  const float* in = parts + static_cast<size_t>(token) * kRows + head.index * kHeadDim;
   const float f = factor[token];
-  for (int i = lane_id(); i < kHalf; i += kWarp) {
-    float a = 0.0f, b = 0.0f;
-#pragma unroll 4
-    for (int s = 0; s < splits; ++s) {
-      const float* part = in + static_cast<size_t>(s) * n * kRows;
-      a += part[i], b += part[i + kHalf];
-    }
-    a = a * f + half_to_float(bias[i]), b = b * f + half_to_float(bias[i + kHalf]);
-    if (head.is_q || head.is_k) rotate(a, b, rope_table[static_cast<size_t>(position) * kHalf + i]);
-    if (head.is_q) {
-      float* out = q + (static_cast<size_t>(token) * kNumHeads + head.index) * kHeadDim;
-      out[i] = a, out[i + kHalf] = b;
-    } else {
-      u16* pool = head.is_k ? keys : values;
-      store_pair(pool + page_row(block_table[position / kPageTokens], head.kv_head(), position % kPageTokens), position, i, a, b);
-    }
+  const float4 sum_a = add_parts(parts, work, kRows, token, four, count_a), sum_b = add_parts(parts, work, kRows, token, four + kFours, count_b);
+  const float a[4] = {sum_a.x, sum_a.y, sum_a.z, sum_a.w}, b[4] = {sum_b.x, sum_b.y, sum_b.z, sum_b.w};
+#pragma unroll
+  for (int r = 0; r < 4; ++r) {
+    const int at = i + 8 * r;
+    const float x = a[r] * f + half_to_float(bias[at]), y = b[r] * f + half_to_float(bias[at + kHalf]);
+    finish_pair(head, position, page, at, x, y, turn[r], q + static_cast<size_t>(token) * kQSize, keys, values);
   }
 }
 
@@ -129,8 +136,9 @@ extern "C" __global__ void __launch_bounds__(kWarp) projection_bound(const u8* b
   float squares[2] = {0.0f, 0.0f};
   for (int group = 0; group < groups; ++group) {
     const u32 block = (first_tile + blockIdx.x) * groups + group;
-    const u32* words = reinterpret_cast<const u32*>(codes_of(blocks, block));
-    const u32 scales = reinterpret_cast<const u32*>(scales_of(blocks, block))[g];
+    const u8* const at = blocks + static_cast<size_t>(block) * Int4Block::kBytes;
+    const u32* words = reinterpret_cast<const u32*>(at + Int4Block::codes(0));
+    const u32 scales = reinterpret_cast<const u32*>(at + Int4Block::scales(0))[g];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       int sum = 0;
@@ -148,13 +156,4 @@ extern "C" __global__ void __launch_bounds__(kWarp) projection_bound(const u8* b
   }
   const float largest = warp_max(sqrtf(fmaxf(quad_sum(squares[0]), quad_sum(squares[1]))));
   if (lane_id() == 0) atomicMax(result, __float_as_uint(largest));
-}
-
-// rows FP16 [n][columns] -> x; columns a multiple of 8. Dynamic shared memory: the padded row.
-extern "C" __global__ void __launch_bounds__(kRowCtaThreads) tile_rows(const u16* rows, int columns, u16* x, int tokens) {
-  extern __shared__ __align__(16) u16 row[];
-  const int padded = (columns + kUnit - 1) / kUnit * kUnit;
-  for (int i = threadIdx.x; i < padded; i += kRowCtaThreads) row[x_position(i)] = i < columns ? rows[static_cast<size_t>(blockIdx.x) * columns + i] : 0;
-  __syncthreads();  // all threads
-  write_x(row, padded, x, tokens, blockIdx.x);
 }

@@ -42,12 +42,13 @@ def compile_all(dims: Dims, group: int, device: str | None) -> tuple[float, str]
 
 
 def capture_seconds(engine: Engine) -> float | None:
-    """Seconds to capture both graphs once more; None for an engine without graphs. (The engine did it while it was opened.)"""
+    """Seconds to capture all graphs once more; None for an engine without graphs. (The engine did it while it was opened.)"""
     if engine.name != "graph":
         return None
     started = time.perf_counter()
     for launches in engine._launches.values():
         engine._capture(launches)
+    engine._prefiller.prepare(engine._pages.pool, engine._stream)
     return time.perf_counter() - started
 
 
@@ -60,7 +61,7 @@ def chained_ms(engine: Engine, token: int, steps: int, runs: int) -> list[float]
 
     steps = min(steps, engine.context_limit - engine.position)
     try:
-        return [ms / steps for ms in _timed(engine, lambda: engine.run_ahead(token, steps), runs, cupy)]
+        return [ms / steps for ms in timed(engine, lambda: engine.run_ahead(token, steps), runs, cupy)]
     finally:
         engine.drop_ahead()
 
@@ -71,7 +72,7 @@ def gemv_graph_us(engine: Engine, name: str, rounds: int, runs: int) -> list[flo
 
     launches = [launch for launch in engine._launches[False] if launch.name == name] * rounds
     graph = engine._capture(launches)
-    return [ms * 1e3 / len(launches) for ms in _timed(engine, lambda: graph.launch(engine._stream), runs, cupy)]
+    return [ms * 1e3 / len(launches) for ms in timed(engine, lambda: graph.launch(engine._stream), runs, cupy)]
 
 
 def gemv_bytes(engine: Engine) -> dict[str, tuple[int, int, int]]:
@@ -226,8 +227,8 @@ def free_memory() -> None:
     cupy.get_default_memory_pool().free_all_blocks()
 
 
-def _timed(engine: Engine, work, runs: int, cupy) -> list[float]:
-    """Milliseconds between two events around ``work``, ``runs`` times after one warm-up."""
+def timed(engine: Engine, work, runs: int, cupy, after: Callable[[], object] = lambda: None) -> list[float]:
+    """Milliseconds between two events around ``work``, ``runs`` times after one warm-up; ``after`` each of them, untimed, the card idle."""
     begin, end, samples = cupy.cuda.Event(), cupy.cuda.Event(), []
     for _ in range(runs + 1):
         begin.record(engine._stream)
@@ -235,6 +236,7 @@ def _timed(engine: Engine, work, runs: int, cupy) -> list[float]:
         end.record(engine._stream)
         end.synchronize()
         samples.append(cupy.cuda.get_elapsed_time(begin, end))
+        after()
     return samples[1:]
 
 

@@ -1,4 +1,5 @@
-"""Prefill against the length of a prompt: time to first token, and the rate of the layers' products that it amounts to.
+"""Prefill against the length of a prompt: time to first token, and the rate of the layers' products that it amounts to. On a Hopper engine also these
+products alone, beside the vendor's library with FP16 weights.
 
 *Cold* is a prompt after a pause, as a person types; *sustained* is one prompt behind the other, which is where the card lowers its clock.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 
-from nanoqwen.bench.card_prefill import workspace_bytes
+from nanoqwen.bench import card_prefill
 from nanoqwen.bench.e2e import greedy
 from nanoqwen.bench.protocol import prompt_ids, spread
 from nanoqwen.cuda.prefill_plan import shapes
@@ -16,6 +17,8 @@ from nanoqwen.engines.base import Engine
 
 LENGTHS = (1, 2, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 16384, 32000)
 PAUSE_S, COLD_RUNS = 0.25, 3
+#: Lengths at which cuBLAS multiplies beside: bound by memory, between, and bound by the tensor cores.
+VENDOR_LENGTHS = (128, 512, 2048)
 
 
 def protocol(seed: int) -> dict:
@@ -23,6 +26,7 @@ def protocol(seed: int) -> dict:
     return {
         "name": "prefill", "batch": 1, "greedy": True, "lock_clocks": False, "seed": seed, "prompt": "varied ids, a seeded hash of the position",
         "cold": f"median of {COLD_RUNS} prompts (1 of the longest), each after {PAUSE_S} s", "sustained": "median of prompts one behind the other",
+        "products": "the four products of all layers in one graph, between two events; cuBLAS the same shapes in FP16, launched one by one",
     }  # fmt: skip
 
 
@@ -42,11 +46,14 @@ def operations(engine: Engine, n: int) -> int:
 
 
 def measure(engine: Engine, seed: int, progress=None, sleep=time.sleep) -> tuple[dict, dict]:
-    """(results, samples): ``lengths`` {tokens: times}; on a Hopper engine also the workspace. ``products_tflop_s`` is over the whole time."""
+    """(results, samples): ``lengths`` {tokens: times}; on a Hopper engine also ``products`` {tokens: times} of a chunk and the workspace. The
+    ``products_tflop_s`` of a length is over the whole time, that of ``products`` is not."""
     lengths = usable_lengths(engine.context_limit)
     ids, chooser = prompt_ids(engine.dims.vocab, lengths[-1], seed), greedy(engine)
     results: dict = {"lengths": {}}
     samples: dict = {}
+    most = min(card_prefill.chunk_tokens(engine), lengths[-1])
+    vendor = _vendor(engine, most)
 
     def once(n: int) -> tuple[float, int]:
         engine.reset()
@@ -69,8 +76,30 @@ def measure(engine: Engine, seed: int, progress=None, sleep=time.sleep) -> tuple
             "products_tflop_s": round(operations(engine, n) / (median * 1e9), 2), "spread": spread(ms), "same_id_in_every_run": same,
         }  # fmt: skip
         samples[str(n)] = {"cold_ms": [round(t, 4) for t in cold_ms], "ms": [round(t, 4) for t in ms]}
+        if n <= most:
+            results.setdefault("products", {})[str(n)], samples[str(n)]["products"] = _products(engine, n, vendor, sleep)
         if progress:
             progress(index + 1, len(lengths), f"{n} tokens")
-    if workspace := workspace_bytes(engine):
+    if workspace := card_prefill.workspace_bytes(engine):
         results["workspace_bytes"] = workspace
     return results, samples
+
+
+def _vendor(engine: Engine, most: int) -> card_prefill.Vendor | None:
+    """cuBLAS for chunks of up to ``most`` tokens, if there are any and it can be loaded."""
+    try:
+        return card_prefill.Vendor(engine, most) if most else None
+    except ImportError:
+        return None
+
+
+def _products(engine: Engine, n: int, vendor: card_prefill.Vendor | None, sleep) -> tuple[dict, dict]:
+    """(results, samples) of the products of ``n`` tokens that have just been a prompt."""
+    kinds = {"cold_ms": (COLD_RUNS, lambda: sleep(PAUSE_S)), "ms": (runs_of(n), lambda: None)}
+    found = {kind: card_prefill.products_ms(engine, n, runs, after=after) for kind, (runs, after) in kinds.items()}
+    if vendor and n in VENDOR_LENGTHS:
+        found |= {f"cublas_{kind}": vendor.products_ms(n, runs, after) for kind, (runs, after) in kinds.items()}
+    each = {f"{name}_us": [1e3 * ms / engine.dims.num_layers for ms in card_prefill.products_ms(engine, n, 5, name)] for name in shapes(engine.dims)}
+    results = {kind: round(statistics.median(samples), 4) for kind, samples in (found | each).items()}
+    results["tflop_s"] = round(operations(engine, n) / (results["ms"] * 1e9), 2)
+    return results, {kind: [round(ms, 4) for ms in samples] for kind, samples in found.items()}

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import subprocess
-import tempfile
-from pathlib import Path
 
 from nanoqwen.bench.receipts import source_files, write_receipt
 from nanoqwen.config import Dims, load_settings
@@ -21,7 +18,7 @@ from nanoqwen.cuda.prefill_plan import UNIT
 from nanoqwen.errors import DeviceError, NanoqwenError
 
 NAME, COMMAND = "prefill_instructions", "python -m nanoqwen.bench.prefill_instructions"
-KERNELS = ("gemm_parts", "gemm_swiglu")  # the sources; each has three kernels, which together have every width but one of gemm_qkv
+KERNELS = ("gemm_parts", "gemm_swiglu")  # the sources; each has a kernel of every shape
 PATTERNS = (
     "kernels/prefill/gemm_*", "kernels/prefill/wgmma.cuh", "kernels/prefill/tiled_x.cuh", "kernels/common/*.cuh", "nanoqwen/cuda/constants.py",
     "nanoqwen/cuda/prefill_plan.py", "nanoqwen/cuda/sass.py", "nanoqwen/bench/prefill_instructions.py", "config/nanoqwen.yaml",
@@ -30,20 +27,6 @@ ROW_TILES, LANES = 2, 32
 WEIGHTS_A_LANE = ROW_TILES * 16 * UNIT // LANES
 
 _PRODUCT = re.compile(r"\bHGMMA\.64x(\d+)x16\S*\s+R\d+, (R\d+|gdesc)")
-
-
-def listing(cubin: bytes) -> str:
-    """What ``nvdisasm -c`` prints. Raises DeviceError when it is missing or refuses the cubin."""
-    tool = sass.disassembler()
-    if tool is None:
-        raise DeviceError("nvdisasm is missing: it comes with the CUDA toolkit, or with the wheel nvidia-cuda-nvdisasm")
-    with tempfile.TemporaryDirectory(prefix="nanoqwen-sass-") as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        done = subprocess.run([tool, "-c", str(path)], capture_output=True, text=True, encoding="utf-8", timeout=120)
-    if done.returncode:
-        raise DeviceError(f"nvdisasm: {done.stderr.strip().splitlines()[0] if done.stderr.strip() else 'failed'}")
-    return done.stdout
 
 
 def products(text: str) -> list[tuple[int, bool]]:
@@ -77,7 +60,7 @@ def count_instructions(dims: Dims, group: int) -> tuple[dict, dict]:
     samples: dict = {}
     for source in KERNELS:
         binary = compile_source(f"prefill/{source}.cu", constants)
-        text = listing(binary.cubin)
+        text = sass.listing(binary.cubin)
         sections = dict(re.findall(r"^\.text\.(\w+):(.*?)(?=^\.text\.|\Z)", text, re.MULTILINE | re.DOTALL))
         for kernel, body in sass.parse(text).items():
             every, use = products(sections[kernel]), binary.kernels[kernel]

@@ -40,11 +40,11 @@ class Case:
     steps: int
 
 
-#: A page holds 16 tokens; the step after a prompt of 15 fills one, the step after that opens another. Prefill has kernels for short chunks, for
-#: middle ones, for long ones in parts and for the longest (nanoqwen/cuda/prefill_plan.py): each of them is met.
+#: A page holds 16 tokens; the step after a prompt of 15 fills one, the step after that opens another. Prefill has kernels for a few
+#: tokens, for some more and for many (nanoqwen/cuda/prefill_plan.py): each of them is met.
 CASES = {
     "embedded": Case(dataclasses.replace(synthetic_dims("demo"), num_layers=2, vocab=1000, max_position=1088), 128, (1, 15, 16, 17, 40, 130, 1025), 3),
-    "heads of 64, group 64, tied": Case(Dims(1, 448, 1024, 7, 1, 64, 1000, 1024, tied=True), 64, (15, 49), 3),
+    "heads of 64, group 64, tied": Case(Dims(1, 448, 1024, 7, 1, 64, 1000, 1024, tied=True), 64, (15, 49, 400), 3),
     "one layer of the 7B": Case(dataclasses.replace(SEVEN, num_layers=1, vocab=4096, max_position=1024), 128, (15,), 3),
 }
 #: Tokens of the prompt that follows these steps, at a position that is not zero.

@@ -237,5 +237,11 @@ def _prefill(name: str, r: dict):
         (f"{int(n):,}", f"{row['cold_ms']:,.3f}", f"{row['ttft_ms']:,.3f}", f"{row['tokens_per_s']:,.0f}", f"{row['products_tflop_s']:,.2f}")
         for n, row in r["lengths"].items()
     )], right=(0, 1, 2, 3, 4))
+    if "products" in r:
+        yield "  the four products of all layers alone"
+        yield from columns([("tokens", "cold, ms", "sustained, ms", "TFLOP/s", "cuBLAS cold", "sustained"), *(
+            (f"{int(n):,}", f"{row['cold_ms']:,.3f}", f"{row['ms']:,.3f}", f"{row['tflop_s']:,.1f}", *(f"{row[kind]:,.3f}" if kind in row else "" for kind in ("cublas_cold_ms", "cublas_ms")))
+            for n, row in r["products"].items()
+        )], right=(0, 1, 2, 3, 4, 5))
     if not all(row["same_id_in_every_run"] for row in r["lengths"].values()):
         yield "  the runs did not give the same id: something is wrong, `nanoqwen validate` tells more"

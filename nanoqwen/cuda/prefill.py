@@ -4,45 +4,46 @@ The INT4 weights are multiplied as they are stored (kernels/prefill/gemm_int4.cu
 attention, which leave activations in the order in which the next product reads them (kernels/prefill/tiled_x.cuh). Workspace is
 bounded by the chunk, whatever the prompt's length.
 
-A chunk is some two hundred launches, and for a short one the card is hardly slower than the host. So launches are made once, for each
-combination of kernels that ``prefill_plan`` may choose, and share what differs between two chunks: position, length, cuts. These are
-written into the arguments, which the driver copies when a kernel is launched, and no launch is built for a prompt.
+A chunk is some two hundred launches. For a long one the host is done with them long before the card; for a short one it is not, and the card
+would wait. So short chunks are CUDA graphs, captured when the engine opens, a few lengths that serve all: a chunk is launched for the next of
+these, and what comes of the tokens too many is dropped. Position, length and ids lie in device memory (kernels/prefill/span.cuh), so a
+graph knows neither. What it does know is where the KV pool lies, and which of two attention kernels suits the position.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import cupy
 import numpy as np
 
-from nanoqwen.config import load_settings
+from nanoqwen.cuda.attention_plan import ATTENTION_THREADS, ATTENTIONS, attention_grid, attention_kernel, attention_shared_bytes
 from nanoqwen.cuda.constants import PREFILL_CHUNK, LaunchShape
 from nanoqwen.cuda.decode import DecodeBuffers
 from nanoqwen.cuda.launch import Kernels, Launch
-from nanoqwen.cuda.prefill_plan import Product, Work, gemm_shared_bytes, gemm_threads, part_floats, products, slab_tokens, x_shape
+from nanoqwen.cuda.prefill_plan import (
+    GRAPH_UP_TO, SHAPES, Product, Work, gemm_shared_bytes, gemm_threads, graph_lengths, launched_length, part_floats, planned_length, products, slab_tokens, x_shape,
+)  # fmt: skip
+from nanoqwen.cuda.tensor_map import TensorMap
 from nanoqwen.cuda.weights import DeviceModel, Int4Matrix
 
-#: kernels/prefill/prefill_attention.cu: queries and threads of a CTA, pages of a stage, stages.
-QUERY_TILE, ATTENTION_THREADS, STAGE_PAGES, STAGES = 64, 128, 4, 2
 ROW_THREADS = 256  # a token's CTA in rows.cu and rows_tiled.cu
-GEMMS = ("gemm_parts", "gemm_parts_middle", "gemm_parts_narrow", "gemm_residual", "gemm_qkv", "gemm_swiglu", "gemm_swiglu_middle", "gemm_swiglu_narrow")
+GEMMS = tuple(name + end for name in ("gemm_parts", "gemm_swiglu") for end in SHAPES)
 
 
 class Operands(ctypes.Structure):
-    """``Operands`` of kernels/prefill/gemm_int4.cuh: the weights and X of a product."""
+    """``Operands`` of kernels/prefill/gemm_unit.cuh: the weights and X of a product."""
 
     _fields_ = [("blocks", ctypes.c_uint64), ("x", ctypes.c_uint64), ("tokens", ctypes.c_int), ("up_a", ctypes.c_uint32), ("up_b", ctypes.c_uint32), ("undo", ctypes.c_float)]
 
 
-class QkvOut(ctypes.Structure):
-    """``QkvOut`` of kernels/prefill/gemm_epilogues.cuh."""
+class PartsOut(ctypes.Structure):
+    """``PartsOut`` of kernels/prefill/gemm_epilogues.cuh."""
 
-    _fields_ = [(name, ctypes.c_uint64) for name in ("factor", "q_bias", "k_bias", "v_bias", "rope")] + [("first_position", ctypes.c_int)] + [
-        (name, ctypes.c_uint64) for name in ("block_table", "keys", "values", "q")
-    ]  # fmt: skip
+    _fields_ = [("rows", ctypes.c_int), ("out", ctypes.c_uint64)]
 
 
 class SwigluOut(ctypes.Structure):
@@ -70,13 +71,14 @@ def _operands(matrix: Int4Matrix, x: cupy.ndarray, peak: float) -> Operands:
 @dataclass
 class _Layer:
     """What the launches of a layer are given besides arrays: operands of the four products, the bound of gate times up, and where keys and
-    values are appended, which moves with the pool."""
+    values are, which moves with the pool."""
 
     operands: dict[str, Operands]
     bound: ctypes.c_float
-    keys: ctypes.c_uint64
-    values: ctypes.c_uint64
-    qkv_out: QkvOut
+    keys: ctypes.c_uint64 = field(default_factory=ctypes.c_uint64)
+    values: ctypes.c_uint64 = field(default_factory=ctypes.c_uint64)
+    key_map: TensorMap = field(default_factory=TensorMap)
+    value_map: TensorMap = field(default_factory=TensorMap)
 
 
 @dataclass
@@ -85,18 +87,23 @@ class _Chain:
 
     launches: list[Launch]
     kinds: list[str]
-    n: int = 0
+    length: int = 0
 
 
 class Prefill:
-    """Workspace and launches of prefill for one engine, whose chunks have up to ``chunk`` tokens."""
+    """Workspace and launches of prefill for one engine, whose chunks have up to ``chunk`` tokens. ``capture`` makes a graph of launches; without it short
+    chunks are launched like long ones."""
 
-    def __init__(self, kernels: Kernels, weights: DeviceModel, buffers: DecodeBuffers, shape: LaunchShape, chunk: int = PREFILL_CHUNK) -> None:
+    def __init__(
+        self, kernels: Kernels, weights: DeviceModel, buffers: DecodeBuffers, shape: LaunchShape, chunk: int = PREFILL_CHUNK,
+        capture: Callable[[list[Launch]], cupy.cuda.Graph] | None = None,
+    ) -> None:
         dims = weights.dims
         self.chunk = chunk
         self._k, self._w, self._b, self._sms = kernels, weights, buffers, shape.sms
         f32 = np.float32
-        self.ids = cupy.empty(chunk, dtype=np.int32)
+        self._told = cupy.zeros(2 + chunk, dtype=np.int32)  # one copy from the host
+        self.span, self.ids = self._told[:2], self._told[2:]
         self.residual = cupy.empty((chunk, dims.hidden), dtype=f32)
         # Columns that pad K meet weights of zero, and must be finite for that: activations begin as zeros. The norm's and attention's share
         # one buffer; whoever writes it last before a product has written all that is read, or left finite numbers of the same chunk.
@@ -106,77 +113,106 @@ class Prefill:
         self.inner = cupy.empty(slab_tokens(chunk), dtype=f32)  # of the rows of x_inner
         self.q = cupy.empty((chunk, dims.num_heads, dims.head_dim), dtype=f32)
         self.parts = cupy.empty(part_floats(dims, chunk), dtype=f32)
-        kv = load_settings().kv
-        self._attention_shared = STAGES * STAGE_PAGES * 2 * kv.page_tokens * dims.head_dim * kv.value_bytes + 2 * STAGES * 8
-        kernels.allow_shared("prefill_attention", self._attention_shared)
+        for kernel in ATTENTIONS:
+            kernels.allow_shared(kernel, attention_shared_bytes(dims))
         for kernel in GEMMS:
             kernels.allow_shared(kernel, gemm_shared_bytes(kernel, weights.group))
-        self._position, self._n = ctypes.c_int(0), ctypes.c_int(0)
-        self._work = {name: Work() for name in ("qkv", "o", "gate_up", "down")}
-        self.splits = {name: ctypes.c_int(0) for name in self._work}
+        self.work = {name: Work() for name in ("qkv", "o", "gate_up", "down")}
         self._layers = self._measured()
         self._pool: tuple | None = None  # where the pool lay at the last chunk, and its shape
+        self._capture, self._graphs = capture, {}
         self._chains: dict[tuple[str, ...], _Chain] = {}
-        for n in range(chunk, 0, -1):  # all cuts and all chains: a prompt finds them ready
-            self._chain(self._products(n))
+        for n in sorted({planned_length(n) for n in range(1, chunk + 1)}):  # all cuts and all chains: a prompt finds them ready
+            for attention in ATTENTIONS:
+                self._chain(self._products(n), attention)
 
     @property
     def nbytes(self) -> int:
         """Workspace in bytes; ``prefill_plan.prefill_bytes`` says it before anything is allocated."""
-        return sum(a.nbytes for a in (self.ids, self.residual, self.x, self.x_inner, self.factor, self.inner, self.q, self.parts))
+        return sum(a.nbytes for a in (self._told, self.residual, self.x, self.x_inner, self.factor, self.inner, self.q, self.parts))
+
+    def prepare(self, pool: cupy.ndarray, stream: cupy.cuda.Stream) -> None:
+        """Capture what chunks of a prompt's beginning need."""
+        self._graphs.clear()
+        if self._capture:
+            for length in graph_lengths(self.chunk):
+                self._graph(length, 0, pool).upload(stream)
 
     def run(self, ids: list[int], position: int, pool: cupy.ndarray, stream: cupy.cuda.Stream) -> None:
         """Append ``ids`` (at most a chunk) at ``position``; their pages must be in the block table. Leaves the residual of
         the last token in the decode buffers, ready for final_norm. Returns before the card has finished."""
-        self.ids[: len(ids)].set(np.asarray(ids, dtype=np.int32), stream=stream)
-        for launch in self.launches(len(ids), position, pool):
-            launch(stream)
+        self.tell(ids, position, stream)
+        length = launched_length(len(ids), self.chunk)
+        if self._capture and length <= GRAPH_UP_TO:
+            self._graph(length, position, pool).launch(stream)
+        else:
+            for launch in self.launches(length, position, pool):
+                launch(stream)
+
+    def tell(self, ids: list[int], position: int, stream: cupy.cuda.Stream) -> None:
+        """Write what the launches of a chunk read: its span and its ids."""
+        self._told[: 2 + len(ids)].set(np.array([position, len(ids), *ids], dtype=np.int32), stream=stream)
+
+    def _graph(self, length: int, position: int, pool: cupy.ndarray) -> cupy.cuda.Graph:
+        """The launches of ``length`` tokens as a graph. Most are captured before the first prompt; another one where a prompt goes on at a position that
+        suits the other attention kernel, and each of them once more after the pool moved."""
+        self._follow(pool)
+        key = length, self._attention(length, position)
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(self.launches(length, position, pool))
+        return self._graphs[key]
 
     # [launches]
-    def launches(self, n: int, position: int, pool: cupy.ndarray) -> list[Launch]:
-        """The launches of ``n`` tokens at ``position``, in order: embed_rows, every layer's in equal number, last_row. They are good until the next
-        call, which may set the same ones to another chunk."""
-        chosen = self._products(n)
-        chain = self._chain(chosen)
-        self._position.value, self._n.value = position, n
+    def launches(self, length: int, position: int, pool: cupy.ndarray) -> list[Launch]:
+        """The launches of a chunk, in order: embed_rows, every layer's in equal number, last_row. ``length`` is its tokens or more; ``position`` decides
+        which attention kernel is among them, and nothing else. They are good until the next call, which may set the same ones to another length."""
+        self._follow(pool)
+        chosen = self._products(length)
+        chain = self._chain(chosen, self._attention(length, position))
         for name, product in chosen.items():
             matrix = getattr(self._w.layers[0], name)
-            ctypes.pointer(self._work[name])[0] = product.cut.work(n, matrix.cols // self._w.group)
-            self.splits[name].value = product.cut.splits
-        moved = self._pool != (pool.data.ptr, pool.shape)
-        for i, layer in enumerate(self._layers):
-            layer.qkv_out.first_position = position
-            if moved:
-                layer.keys.value, layer.values.value = pool[i, 0].data.ptr, pool[i, 1].data.ptr
-                layer.qkv_out.keys, layer.qkv_out.values = layer.keys.value, layer.values.value
-        self._pool = pool.data.ptr, pool.shape
-        if n != chain.n:
+            ctypes.pointer(self.work[name])[0] = product.cut.work(length, matrix.cols // self._w.group, self._w.group)
+        if length != chain.length:
             for launch, kind in zip(chain.launches, chain.kinds):
-                launch.resize(self._grid(kind, n))
-            chain.n = n
+                launch.resize(self._grid(kind, length))
+            chain.length = length
         return chain.launches
     # [/launches]
+
+    def _follow(self, pool: cupy.ndarray) -> None:
+        """Have everything point into the pool where it lies now. Graphs know where it lay when they were captured."""
+        if self._pool == (pool.data.ptr, pool.shape):
+            return
+        for i, layer in enumerate(self._layers):
+            layer.keys.value, layer.values.value = pool[i, 0].data.ptr, pool[i, 1].data.ptr
+            layer.key_map.point_at(pool[i, 0], self._w.dims)
+            layer.value_map.point_at(pool[i, 1], self._w.dims)
+        self._graphs.clear()
+        self._pool = pool.data.ptr, pool.shape
 
     def _products(self, n: int) -> dict[str, Product]:
         return products(self._w.dims, self._w.group, n, self.chunk, self._sms)
 
-    def _grid(self, kind: str, n: int) -> tuple[int, ...]:
+    def _attention(self, length: int, position: int) -> str:
+        return attention_kernel(self._w.dims, length, position, self._sms)
+
+    def _grid(self, kind: str, length: int) -> tuple[int, ...]:
         dims = self._w.dims
-        if kind in self._work:
-            return (min(self._sms, self._work[kind].items),)
-        return {
-            "row": (n,), "head": (dims.num_heads + 2 * dims.num_kv_heads, n), "attention": (dims.num_heads, -(-n // QUERY_TILE)),
-            "hidden": (-(-dims.hidden // ROW_THREADS),),
-        }[kind]  # fmt: skip
+        if kind in self.work:
+            return (self.work[kind].grid(self._sms),)
+        if kind in ATTENTIONS:
+            return attention_grid(kind, dims, length)
+        pairs = (dims.num_heads + 2 * dims.num_kv_heads) * dims.head_dim // 2
+        return {"row": (length,), "pairs": (length, -(-pairs // (4 * ROW_THREADS))), "hidden": (-(-dims.hidden // ROW_THREADS),)}[kind]
 
     # [chain]
-    def _chain(self, chosen: dict[str, Product]) -> _Chain:
+    def _chain(self, chosen: dict[str, Product], attention: str) -> _Chain:
         """The launches with these kernels. Grids are set when a length is."""
-        names = tuple(product.kernel for product in chosen.values())
+        names = (*(product.kernel for product in chosen.values()), attention)
         if names in self._chains:
             return self._chains[names]
-        w, b, splits, position = self._w, self._b, self.splits, self._position
-        tokens, nothing = ctypes.c_int(self.x.shape[1]), ctypes.c_int(0)
+        w, b, work = self._w, self._b, self.work
+        tokens = ctypes.c_int(self.x.shape[1])
         made: list[Launch] = []
         kinds: list[str] = []
 
@@ -184,48 +220,38 @@ class Prefill:
             made.append(Launch(self._k, name, (1,), threads, args, shared=shared, overlap=bool(made)))
             kinds.append(kind)
 
-        def product(name: str, out: list) -> bool:
-            """Whether it leaves parts."""
+        def product(name: str, out: ctypes.Structure) -> None:
             kernel = chosen[name].kernel
-            add(kernel, name, gemm_threads(kernel), [self._work[name], layer.operands[name], *out], gemm_shared_bytes(kernel, w.group))
-            return kernel.startswith("gemm_parts")
+            add(kernel, name, gemm_threads(kernel), [work[name], layer.operands[name], out], gemm_shared_bytes(kernel, w.group))
 
-        def into_residual(name: str, factor: cupy.ndarray | None) -> bool:
-            in_parts = chosen[name].kernel.startswith("gemm_parts")
-            return product(name, [ctypes.c_int(w.dims.hidden), *([self.parts] if in_parts else [self.residual, factor])])
+        def parts(rows: int) -> PartsOut:
+            return PartsOut(rows, self.parts.data.ptr)
 
         add("embed_rows", "row", ROW_THREADS, [w.embedding, self.ids, self.residual])
-        waits = False  # parts of the projection before, with its factor
+        before = [None, work["down"], None]  # the parts that wait to be added, how they lie, and their factor
         for layer, held in zip(self._layers, w.layers):
-            before = [self.parts, splits["down"], self.inner] if waits else [None, nothing, None]
             add("norm_rows_tiled", "row", ROW_THREADS, [self.residual, *before, held.input_norm, self.x, tokens, self.factor, layer.bound, None])
-            if chosen["qkv"].kernel == "gemm_qkv":
-                product("qkv", [layer.qkv_out])
-            else:
-                product("qkv", [ctypes.c_int(held.qkv.rows), self.parts])
-                biases = [held.q_bias, held.k_bias, held.v_bias]
-                add("rope_append_parts", "head", 32, [self.parts, splits["qkv"], self.factor, *biases, b.rope, position, b.block_table, layer.keys, layer.values, self.q])
-            add(
-                "prefill_attention", "attention", ATTENTION_THREADS,
-                [self.q, layer.keys, layer.values, b.block_table, position, self._n, self.x, tokens], self._attention_shared,
-            )  # fmt: skip
-            before = [self.parts, splits["o"], None] if into_residual("o", None) else [None, nothing, None]
-            add("norm_rows_tiled", "row", ROW_THREADS, [self.residual, *before, held.post_norm, self.x, tokens, self.factor, layer.bound, self.inner])
-            product("gate_up", [SwigluOut(self.factor.data.ptr, self.inner.data.ptr, self.x_inner.data.ptr, tokens.value)])
-            waits = into_residual("down", self.inner)
-        before = [self.parts, splits["down"], self.inner] if waits else [None, nothing, None]
+            product("qkv", parts(held.qkv.rows))
+            biases = [held.q_bias, held.k_bias, held.v_bias]
+            add("rope_append_parts", "pairs", ROW_THREADS, [self.parts, work["qkv"], self.factor, *biases, b.rope, self.span, b.block_table, layer.keys, layer.values, self.q])
+            add(attention, attention, ATTENTION_THREADS, [self.q, layer.key_map, layer.value_map, b.block_table, self.span, self.x, tokens], attention_shared_bytes(w.dims))
+            product("o", parts(w.dims.hidden))
+            add("norm_rows_tiled", "row", ROW_THREADS, [self.residual, self.parts, work["o"], None, held.post_norm, self.x, tokens, self.factor, layer.bound, self.inner])
+            product("gate_up", SwigluOut(self.factor.data.ptr, self.inner.data.ptr, self.x_inner.data.ptr, tokens.value))
+            product("down", parts(w.dims.hidden))
+            before = [self.parts, work["down"], self.inner]
         # Only the last token has a next one to predict: its finished residual goes to the decode step's own end.
-        add("last_row", "hidden", ROW_THREADS, [self.residual, *before, self._n, b.residual])
+        add("last_row", "hidden", ROW_THREADS, [self.residual, *before, self.span, b.residual])
         return self._chains.setdefault(names, _Chain(made, kinds))
     # [/chain]
 
     def _measured(self) -> list[_Layer]:
         """The layers' arguments. Largest scales and row norms are found on the card, all of them before the host waits once."""
-        w, b, dims, stream = self._w, self._b, self._w.dims, cupy.cuda.get_current_stream()
+        w, dims, stream = self._w, self._w.dims, cupy.cuda.get_current_stream()
         found = cupy.zeros((len(w.layers), 6), dtype=np.uint32)
         tiles = dims.intermediate // 16
         for i, held in enumerate(w.layers):
-            for k, name in enumerate(self._work):
+            for k, name in enumerate(self.work):
                 matrix: Int4Matrix = getattr(held, name)
                 blocks = ctypes.c_int(matrix.rows // 16 * (matrix.cols // w.group))
                 Launch(self._k, "largest_scale", (self._sms,), ROW_THREADS, [matrix.bundles, blocks, found[i, k:]], overlap=False)(stream)
@@ -237,7 +263,5 @@ class Prefill:
         layers = []
         for held, row in zip(w.layers, rows):
             operands = {name: _operands(getattr(held, name), x, float(peak)) for (name, x), peak in zip(inputs.items(), row)}
-            pointers = [a.data.ptr for a in (self.factor, held.q_bias, held.k_bias, held.v_bias, b.rope)]
-            out = QkvOut(*pointers, 0, b.block_table.data.ptr, 0, 0, self.q.data.ptr)
-            layers.append(_Layer(operands, ctypes.c_float(float(row[4]) * float(row[5])), ctypes.c_uint64(0), ctypes.c_uint64(0), out))
+            layers.append(_Layer(operands, ctypes.c_float(float(row[4]) * float(row[5]))))
         return layers

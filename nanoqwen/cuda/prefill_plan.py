@@ -1,8 +1,9 @@
 """How a chunk of a prompt is cut into work for the tensor cores, and what the workspace takes. Needs no card.
 
-A matrix product of prefill (kernels/prefill/gemm_int4.cuh) is cut into items: some 16-row tiles of the weights, some tokens (a width for
-which the kernel is compiled) and a piece of K. One CTA an SM takes items in turn; what is to be avoided is a last round in which most SMs
-have nothing. The costs below are a model in cycles of one SM, good to about a tenth: enough to choose between cuts.
+A matrix product of prefill (kernels/prefill/gemm_int4.cuh) is cut into items: some 16-row tiles of the weights and some tokens, a width for which the
+kernel is compiled. One CTA an SM takes whole items in turn; what is to be avoided is a last round in which most SMs have nothing. Where sums may leave
+in parts, the items of that round are shared: their K, laid end to end, is divided evenly among the SMs (kernels/prefill/gemm_work.cuh). Gate and up,
+whose SwiGLU needs finished sums, have narrower token tiles in the last round instead. Costs are a model in microseconds, there to choose between cuts.
 """
 
 from __future__ import annotations
@@ -16,117 +17,250 @@ from nanoqwen.cuda.constants import TILE_ROWS, int4_block_bytes
 
 #: Columns of a unit of K, and of a slab of X.
 UNIT, SLAB = 128, 64
-#: Row tiles of an item of the wide kernels; the most that the others take.
-TILES, MOST_TILES = 16, 24
-#: Tile widths of each kernel, as compiled (kernels/prefill/gemm_shapes.cuh): the narrow and the middle ones take prompts of up to their last.
-WIDE, WIDE_QKV, NARROW, MIDDLE = (32, 64, 128), (64, 80, 128), (8, 16, 32), (64,)
-#: Consumer warpgroups, weight stages, slots of X and tokens of a slot of each GemmShape there, by the end of a kernel's name. Groups smaller
-#: than 128 have more scales: one narrow stage less.
-SHAPES = {"": (2, 3, 7, 128), "_middle": (3, 3, 8, 64), "_narrow": (3, 4, 6, 32)}
+#: Tokens from which on a chunk is planned and cut for a multiple of as many: every wide tile is one, so the number of token tiles is the planned one.
+LONG, LONG_STEP = 512, 128
+#: Chunks of up to so many tokens are launched as one captured graph, for the planned length.
+GRAPH_UP_TO = 256
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A GemmShape of kernels/prefill/gemm_shapes.cuh: consumer ``warpgroups``, weight ``stages`` (``stages_small`` with groups below 128, which have more
+    scales), ``slots`` of X of ``tokens`` each; the compiled ``widths`` of a tile (without 96 for such groups), and the row tiles that an item may have."""
+
+    warpgroups: int
+    stages: int
+    stages_small: int
+    slots: int
+    tokens: int
+    widths: tuple[int, ...]
+    tiles: tuple[int, ...]
+
+    def widths_for(self, group: int) -> tuple[int, ...]:
+        return self.widths if group == UNIT else tuple(w for w in self.widths if w != 96)
+
+
+#: By the end of a kernel's name: Wide, Middle, Few.
+SHAPES = {
+    "": Shape(2, 3, 3, 7, 128, (64, 96, 128), (16,)),
+    "_middle": Shape(3, 3, 3, 8, 64, (64,), tuple(range(4, 25, 2))),
+    "_few": Shape(3, 4, 3, 6, 32, (32,), tuple(range(4, 25, 2))),
+}
+#: Barriers of staged results, and units of K in a weight stage.
 STAGED, STAGE_UNITS = 4, 2
-#: Chunks of up to so many tokens leave a product as parts of the sums, which the next kernel adds; longer ones as finished sums.
-PARTS_UP_TO = {"qkv": 256, "o": 1024, "down": 1024}
-#: The most pieces of K, and the tokens for which the workspace has room for as many.
-MOST_SPLITS, SPLIT_TOKENS = 13, 256
-#: The model's card: bytes a second of DRAM and of L2 in all, cycles a second, bytes a cycle and SM from L2.
-DRAM, L2, CLOCK, L2_SM = 4.5e12, 3.5e12, 1.75e9, 30
+#: The most parts that a sum comes in, and the tokens for which the workspace has room for as many; of a whole chunk it has room for two.
+MOST_SLOTS, SLOT_TOKENS, CHUNK_SLOTS = 16, 256, 2
+
+# ---- The model, fitted to launches timed on one H200 with the 7B's matrices.
+
+#: A unit of K of an item: of 256 rows on wide tiles of so many tokens, all SMs at work; and, for the others, of an item of no row tiles and of each one.
+WIDE_UNIT = {64: 1.08, 96: 1.27, 128: 1.40}
+OTHER_UNIT = {"_middle": (1.12, 0.010), "_few": (0.68, 0.0125)}
+#: SMs without work leave power to the others, whose clock rises: the share of a wide unit's time that each share of idle SMs saves, as far as was measured.
+POWER, MOST_IDLE = 0.7, 0.15
+#: From one launch to the next without work; the end of an item of SwiGLU; that of 256 rows and 128 tokens whose sums are written.
+RAMP, SWIGLU_END, PARTS_END, LEAST_END = 5.0, 1.5, 3.0, 0.5
+#: Bytes a microsecond: of DRAM when all SMs copy, and of L2 when parts are read.
+DRAM, L2 = 4.3e6, 3.0e6
+#: An SM that has nothing: decides between cuts that are alike.
+IDLE = 0.01
 
 
 class Work(ctypes.Structure):
-    """``Work`` of kernels/prefill/gemm_int4.cuh."""
+    """``Work`` of kernels/prefill/gemm_work.cuh."""
 
-    _fields_ = [(name, ctypes.c_int) for name in ("tiles", "n", "main_rows", "main_width", "tail_width", "main_tokens", "tail_tokens", "main_items", "split_items", "splits", "groups", "items")]
+    _fields_ = [
+        (name, ctypes.c_int)
+        for name in (
+            "tiles", "n", "main_rows", "main_width", "tail_width", "main_tokens", "tail_tokens", "main_items", "items", "groups",
+            "whole", "quantum", "quanta", "total", "sharers",
+        )
+    ]  # fmt: skip
+
+    def owner(self, quantum: int) -> int:
+        """The CTA that has a shared quantum: ``share_owner``."""
+        return ((quantum + 1) * self.sharers - 1) // self.total
+
+    def parts(self, item: int) -> int:
+        """How many parts the sums of an item come in: ``part_count``."""
+        if item < self.whole:
+            return 1
+        first = (item - self.whole) * self.quanta
+        return self.owner(first + self.quanta - 1) - self.owner(first) + 1
+
+    @property
+    def slots(self) -> int:
+        """The most parts of an item: slots of the buffer that the product may write."""
+        return max(self.parts(item) for item in range(self.whole, self.items)) if self.sharers else 1
+
+    def grid(self, sms: int) -> int:
+        """CTAs of a launch on a card of ``sms`` SMs."""
+        return max(min(sms, self.whole), self.sharers)
 
 
 @dataclass(frozen=True)
 class Cut:
     """A choice: ``rows`` rows of items of ``tiles`` row tiles each; the first ``main_rows`` of them have ``main_width`` tokens an item, the others
-    ``tail_width``; ``splits`` pieces of K."""
+    ``tail_width``. Items from ``whole`` on are shared by ``sharers`` CTAs in quanta of ``quantum`` units; none are if ``sharers`` is 0."""
 
     tiles: int
     rows: int
     main_rows: int
     main_width: int
     tail_width: int
-    splits: int
+    whole: int = 0
+    quantum: int = 1
+    sharers: int = 0
 
-    def work(self, n: int, groups: int) -> Work:
-        """The structure that the kernel gets, for ``n`` tokens and ``groups`` groups of K."""
+    def work(self, n: int, groups: int, group: int) -> Work:
+        """The structure that the kernel gets, for ``n`` tokens and ``groups`` groups of K. ``n`` may be less than was planned for, if the number of token
+        tiles stays."""
         main_tokens, tail_tokens = -(-n // self.main_width), -(-n // self.tail_width)
         main_items = self.main_rows * main_tokens
-        split_items = main_items + (self.rows - self.main_rows) * tail_tokens
-        return Work(self.tiles, n, self.main_rows, self.main_width, self.tail_width, main_tokens, tail_tokens, main_items, split_items, self.splits, groups, split_items * self.splits)
+        items = main_items + (self.rows - self.main_rows) * tail_tokens
+        common = self.tiles, n, self.main_rows, self.main_width, self.tail_width, main_tokens, tail_tokens, main_items, items, groups
+        if not self.sharers or self.whole >= items:
+            return Work(*common, items, 1, 1, 0, 0)
+        quanta = -(-units_of(groups, group) // self.quantum)
+        total = (items - self.whole) * quanta
+        return Work(*common, self.whole, self.quantum, quanta, total, min(self.sharers, total))
 
 
 @dataclass(frozen=True)
 class Product:
-    """One of a layer's four products in a chunk: the kernel that makes it, and its cut."""
+    """One of a layer's four products in a chunk: the kernel that makes it, its cut, and how long the model thinks that takes, in microseconds."""
 
     kernel: str
     cut: Cut
+    us: float
+
+
+def units_of(groups: int, group: int) -> int:
+    """Units of K, the last of which may be padded."""
+    return -(-groups * group // UNIT)
 
 
 # ------------------------------------------------------------------------------------------------------------ the choice
 
 
-def unit_cycles(tiles: int, width: int, sharing: int, few: bool) -> float:
-    """One unit of K of an item: its bytes from L2, or its share of DRAM when ``sharing`` CTAs run, or what was measured on an H200 for unpacking
-    and multiplying: ``few`` kernels wait for their word steps and hardly for their width, the wide ones pay for each token."""
-    weights = tiles * 1056
-    steps = 1400 + 12 * tiles if few else 1300 + 10.2 * width
-    return max((weights + 2 * UNIT * width) / L2_SM, weights * sharing * CLOCK / DRAM, steps)
+def unit_us(end: str, tiles: int, width: int, ctas: int, sms: int) -> float:
+    """One unit of K of an item while ``ctas`` CTAs run."""
+    if end:
+        none, each = OTHER_UNIT[end]
+        return none + each * tiles
+    return WIDE_UNIT[width] * (1 - POWER * min(1 - ctas / sms, MOST_IDLE))
 
 
-def cycles(cut: Cut, n: int, groups: int, row_tiles: int, group: int, sms: int, widths: tuple[int, ...] = WIDE) -> float:
-    """Predicted time of a launch and of reading its parts."""
-    units = -(-groups * group // UNIT)
-    work = cut.work(n, groups)
+def launch_us(busiest: float, row_tiles: int, units: int, group: int, ctas: int, sms: int) -> float:
+    """A launch whose busiest CTA has so much to do: not before DRAM has delivered the weights."""
+    return RAMP + IDLE * (sms - ctas) + max(busiest, row_tiles * units * (UNIT // group) * int4_block_bytes(group) / DRAM)
+
+
+def whole_us(cut: Cut, n: int, row_tiles: int, groups: int, group: int, sms: int, end: str) -> float:
+    """Predicted time of a launch of whole items."""
+    units, work = units_of(groups, group), cut.work(n, groups, group)
     ctas = min(sms, work.items)
-    token = 165 if widths == WIDE_QKV else 20  # of an item's end: bias, RoPE and pages, or sums written
-    few = widths in (NARROW, MIDDLE)
-    main, tail = (-(-units // cut.splits) * unit_cycles(cut.tiles, w, ctas if w >= n else 0, few) + 1000 + token * w for w in (cut.main_width, cut.tail_width))
+    main, tail = (units * unit_us(end, cut.tiles, w, ctas, sms) + SWIGLU_END for w in (cut.main_width, cut.tail_width))
 
     def rounds(items: int, cta: int) -> int:
         return (items - cta + ctas - 1) // ctas
 
     # CTA c takes items c, c + ctas, ... The load changes only behind the last CTA of a partial round.
-    edges = {0, work.main_items % ctas, work.items % ctas} if cut.splits == 1 else {0}
-    busiest = max(rounds(work.main_items * cut.splits, c) * main + (rounds(work.items, c) - rounds(work.main_items * cut.splits, c)) * tail for c in edges)
-    memory = row_tiles * groups * int4_block_bytes(group) / DRAM * CLOCK  # until DRAM has delivered the weights
-    parts = cut.splits * n * row_tiles * TILE_ROWS * 8 / L2 * CLOCK  # written and read again
-    return 3000 + max(busiest, memory) + parts + 10 * (sms - ctas)
+    edges = {0, work.main_items % ctas, work.items % ctas}
+    busiest = max(rounds(work.main_items, c) * main + (rounds(work.items, c) - rounds(work.main_items, c)) * tail for c in edges)
+    return launch_us(busiest, row_tiles, units, group, ctas, sms)
+
+
+def parts_us(cut: Cut, n: int, row_tiles: int, groups: int, group: int, sms: int, end: str) -> float:
+    """Predicted time of a launch that leaves parts, and of reading them."""
+    units, work = units_of(groups, group), cut.work(n, groups, group)
+    ctas = work.grid(sms)
+    fewest, most = work.total // work.sharers, -(-work.total // work.sharers)
+    aligned = fewest == most and (work.quanta % most == 0 or most % work.quanta == 0) or (work.sharers % (work.items - work.whole) == 0)
+    ends = -(-most // work.quanta) if aligned else (most - 1) // work.quanta + 2
+    rounds = work.whole // sms
+    busiest = (rounds * units + min(most * cut.quantum, -(-most // work.quanta) * units)) * unit_us(end, cut.tiles, cut.main_width, ctas, sms)
+    busiest += (rounds + ends) * (LEAST_END + PARTS_END * cut.tiles * min(cut.main_width, n) / (16 * 128))
+    written = work.whole + sum(work.parts(item) for item in range(work.whole, work.items))
+    read = written * cut.tiles * TILE_ROWS * min(cut.main_width, n) * 4 / L2
+    return launch_us(busiest, row_tiles, units, group, ctas, sms) + read
+
+
+def kind(n: int, name: str) -> tuple[str, ...]:
+    """Ends of the names of the kernels among which product ``name`` of ``n`` tokens has a choice."""
+    if n <= SHAPES["_few"].tokens:
+        return ("_few",)
+    if n <= SHAPES["_middle"].tokens:
+        return ("_middle",) if name == "gate_up" else ("_middle", "")
+    return ("",)
+
+
+def _widths(end: str, n: int, group: int) -> list[int]:
+    """Widths that are not all wider than needed; long chunks are cut as they are planned."""
+    widths = SHAPES[end].widths_for(group)
+    useful = [w for i, w in enumerate(widths) if i == 0 or widths[i - 1] < n]
+    return useful if n <= LONG else [w for w in useful if w % LONG_STEP == 0]
 
 
 @lru_cache(maxsize=None)
-def plan(row_tiles: int, groups: int, n: int, *, group: int = 128, widths: tuple[int, ...] = WIDE, most_splits: int = 1, pairs: bool = False, sms: int = 132) -> Cut:
-    """The cheapest cut of ``row_tiles`` row tiles. ``most_splits`` is 1 where the epilogue needs whole sums; ``pairs``: a row tile and its partner
-    (gate and up) belong together."""
-    units = -(-groups * group // UNIT)
-    few = widths in (NARROW, MIDDLE)
-    step = 2 if pairs else 1
+def plan_whole(row_tiles: int, groups: int, n: int, *, group: int = 128, end: str = "", sms: int = 132) -> tuple[float, Cut]:
+    """(predicted microseconds, cut): the cheapest cut of ``row_tiles`` row tiles, those of gate and of up together, into whole items."""
     choices = []
-    for tiles in range(4, MOST_TILES + 1, step) if few else (TILES,):
+    for tiles in SHAPES[end].tiles:
         rows = -(-row_tiles // tiles)
-        for splits in range(1, min(most_splits, units) + 1):
-            for main in widths:
-                if main > widths[0] and main // 2 >= n:
-                    continue
-                for tail in [w for w in widths if w == main or w < main and splits == 1 and not few]:
-                    main_rows = rows if tail == main else rows * -(-n // main) // sms * sms // -(-n // main)
-                    cut = Cut(tiles, rows, main_rows, main, tail, splits)
-                    choices.append((cycles(cut, n, groups, row_tiles, group, sms, widths), splits, -main, -tail, -tiles, cut))
-    return min(choices, key=lambda c: c[:-1])[-1]
+        for main in _widths(end, n, group):
+            for tail in [w for w in SHAPES[end].widths_for(group) if w <= main]:
+                tokens = -(-n // main)
+                main_rows = rows if tail == main else rows * tokens // sms * sms // tokens
+                cut = Cut(tiles, rows, main_rows, main, tail)
+                choices.append((whole_us(cut, n, row_tiles, groups, group, sms, end), -main, -tail, -tiles, cut))
+    us, *_, cut = min(choices, key=lambda c: c[:-1])
+    return us, cut
 
 
-def kind(n: int) -> tuple[str, tuple[int, ...]]:
-    """(end of the kernels' names, their widths) for a chunk of ``n`` tokens."""
-    return ("_narrow", NARROW) if n <= NARROW[-1] else ("_middle", MIDDLE) if n <= MIDDLE[-1] else ("", WIDE)
+@lru_cache(maxsize=None)
+def plan_parts(row_tiles: int, groups: int, n: int, *, group: int = 128, end: str = "", most_slots: int = MOST_SLOTS, sms: int = 132) -> tuple[float, Cut]:
+    """(predicted microseconds, cut): the cheapest cut of ``row_tiles`` row tiles whose sums may come in up to ``most_slots`` parts."""
+    units, choices = units_of(groups, group), []
+    for tiles in SHAPES[end].tiles:
+        rows = -(-row_tiles // tiles)
+        for width in _widths(end, n, group):
+            items = rows * -(-n // width)
+            for whole in range(0, items // sms * sms + 1, sms):
+                for quantum, sharers in _shares(items - whole, units, sms):
+                    # A last round that is full is shared too, an item each.
+                    cut = Cut(tiles, rows, rows, width, width, whole - sms * (whole == items), quantum, sharers)
+                    if cut.work(n, groups, group).slots <= most_slots:
+                        choices.append((parts_us(cut, n, row_tiles, groups, group, sms, end), -quantum, -width, -tiles, cut))
+    us, *_, cut = min(choices, key=lambda c: c[:-1])
+    return us, cut
+
+
+def _shares(shared: int, units: int, sms: int) -> list[tuple[int, int]]:
+    """(quantum, sharers) to consider for so many shared items: all SMs, or as many CTAs for each item."""
+    if not shared:
+        return [(units, sms)]
+    found = []
+    for quantum in (4, 2, 1):
+        total = shared * -(-units // quantum)
+        found += [(quantum, s) for s in sorted({min(sms, total), *(shared * k for k in range(1, sms // shared + 1) if shared * k <= total)})]
+    return found
 
 
 def planned_length(n: int) -> int:
     """The length whose cuts serve a chunk of ``n`` tokens: a little more. Few lengths are planned that way, and the next one is found ready."""
-    step = 8 if n <= MIDDLE[-1] else 32 if n <= 512 else 128
+    step = 8 if n <= SHAPES["_middle"].tokens else 32 if n <= LONG else LONG_STEP
     return -(-n // step) * step
+
+
+def launched_length(n: int, chunk: int) -> int:
+    """Tokens for which a chunk of ``n`` is launched: of a short one a few more, so that a few graphs serve all of them."""
+    return min(planned_length(n), chunk) if n <= GRAPH_UP_TO else n
+
+
+def graph_lengths(chunk: int) -> list[int]:
+    """The lengths that are launched as graphs, ascending, for chunks of up to ``chunk`` tokens."""
+    return sorted({launched_length(n, chunk) for n in range(1, min(GRAPH_UP_TO, chunk) + 1)})
 
 
 def shapes(dims: Dims) -> dict[str, tuple[int, int]]:
@@ -139,18 +273,16 @@ def shapes(dims: Dims) -> dict[str, tuple[int, int]]:
 
 def products(dims: Dims, group: int, n: int, chunk: int, sms: int) -> dict[str, Product]:
     """The four products of a layer for ``n`` of at most ``chunk`` tokens on ``sms`` SMs."""
-    end, widths = kind(n)
     at, found = planned_length(n), {}
+    most_slots = min(MOST_SLOTS, part_tokens(chunk) // at)
     for name, (rows, cols) in shapes(dims).items():
-        common = {"group": group, "sms": sms}
-        in_parts = n <= PARTS_UP_TO.get(name, 0)
-        if name == "gate_up":
-            kernel, more = "gemm_swiglu" + end, {"widths": widths, "pairs": True}
-        elif in_parts or end:
-            kernel, more = "gemm_parts" + end, {"widths": widths, "most_splits": max(1, min(MOST_SPLITS, part_floats(dims, chunk) // (rows * at)))}
-        else:
-            kernel, more = ("gemm_qkv", {"widths": WIDE_QKV}) if name == "qkv" else ("gemm_residual", {"widths": WIDE})
-        found[name] = Product(kernel, plan(rows // TILE_ROWS, cols // group, at, **common, **more))
+        choices = []
+        for end in kind(n, name):
+            common = {"group": group, "sms": sms, "end": end}
+            size = rows // TILE_ROWS, cols // group, at
+            us, cut = plan_whole(*size, **common) if name == "gate_up" else plan_parts(*size, most_slots=most_slots, **common)
+            choices.append(Product(("gemm_swiglu" if name == "gate_up" else "gemm_parts") + end, cut, us))
+        found[name] = min(choices, key=lambda product: product.us)
     return found
 
 
@@ -159,18 +291,18 @@ def products(dims: Dims, group: int, n: int, chunk: int, sms: int) -> dict[str, 
 
 def gemm_threads(kernel: str) -> int:
     """Threads of a CTA: GemmShape::kThreads."""
-    return 128 * (1 + _shape(kernel)[0])
+    return 128 * (1 + _shape(kernel).warpgroups)
 
 
 def gemm_shared_bytes(kernel: str, group: int) -> int:
     """Dynamic shared memory of a CTA: GemmShape::kShared."""
-    warpgroups, stages, slots, tokens = _shape(kernel)
-    stages -= int(kernel.endswith("_narrow") and group != 128)
-    stage = 8 * warpgroups * STAGE_UNITS * (UNIT // group) * int4_block_bytes(group)
-    return slots * tokens * 2 * SLAB + stages * stage + 8 * (2 * stages + 2 * slots + STAGED)
+    shape = _shape(kernel)
+    stages = shape.stages if group == UNIT else shape.stages_small
+    stage = 8 * shape.warpgroups * STAGE_UNITS * (UNIT // group) * int4_block_bytes(group)
+    return shape.slots * shape.tokens * 2 * SLAB + stages * stage + 8 * (2 * stages + 2 * shape.slots + STAGED)
 
 
-def _shape(kernel: str) -> tuple[int, int, int, int]:
+def _shape(kernel: str) -> Shape:
     return SHAPES[next((end for end in SHAPES if end and kernel.endswith(end)), "")]
 
 
@@ -184,17 +316,22 @@ def x_shape(cols: int, chunk: int) -> tuple[int, int, int]:
     return -(-cols // UNIT) * (UNIT // SLAB), slab_tokens(chunk), SLAB
 
 
+def part_tokens(chunk: int) -> int:
+    """Tokens times slots for which the buffer of partial sums has room."""
+    return max(CHUNK_SLOTS * planned_length(chunk), MOST_SLOTS * min(planned_length(chunk), SLOT_TOKENS))
+
+
 def part_floats(dims: Dims, chunk: int) -> int:
     """FP32 values of the buffer that partial sums are written to."""
-    return max(chunk, min(chunk, SPLIT_TOKENS) * MOST_SPLITS) * max(dims.q_size + 2 * dims.kv_size, dims.hidden)
+    return part_tokens(chunk) * max(dims.q_size + 2 * dims.kv_size, dims.hidden)
 
 
 def prefill_bytes(dims: Dims, chunk: int) -> int:
-    """The workspace of chunks of ``chunk`` tokens: ids, residual, the two activations, their factors, q and partial sums."""
+    """The workspace of chunks of ``chunk`` tokens: span and ids, residual, the two activations, their factors, q and partial sums."""
 
     def x_bytes(cols: int) -> int:
         slabs, tokens, width = x_shape(cols, chunk)
         return 2 * slabs * tokens * width
 
-    rows = 4 * chunk * (1 + dims.hidden + dims.q_size) + 2 * 4 * slab_tokens(chunk)
+    rows = 4 * (2 + chunk * (1 + dims.hidden + dims.q_size)) + 2 * 4 * slab_tokens(chunk)
     return rows + x_bytes(max(dims.hidden, dims.q_size)) + x_bytes(dims.intermediate) + 4 * part_floats(dims, chunk)

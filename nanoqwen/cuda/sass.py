@@ -50,8 +50,8 @@ def disassembler() -> str | None:
     return next((place for place in places if place and os.path.isfile(place)), None)
 
 
-def disassemble(cubin: bytes) -> dict[str, list[Instruction]]:
-    """{kernel: its instructions in order}. Raises DeviceError when nvdisasm is missing or refuses the cubin."""
+def listing(cubin: bytes) -> str:
+    """What ``nvdisasm -c`` prints. Raises DeviceError when it is missing or refuses the cubin."""
     tool = disassembler()
     if tool is None:
         raise DeviceError("nvdisasm is missing: it comes with the CUDA toolkit, or with the wheel nvidia-cuda-nvdisasm")
@@ -61,15 +61,20 @@ def disassemble(cubin: bytes) -> dict[str, list[Instruction]]:
         done = subprocess.run([tool, "-c", str(path)], capture_output=True, text=True, encoding="utf-8", timeout=120)
     if done.returncode:
         raise DeviceError(f"nvdisasm: {done.stderr.strip().splitlines()[0] if done.stderr.strip() else 'failed'}")
-    return parse(done.stdout)
+    return done.stdout
 
 
-def parse(listing: str) -> dict[str, list[Instruction]]:
-    """The same from the text that ``nvdisasm -c`` prints."""
+def disassemble(cubin: bytes) -> dict[str, list[Instruction]]:
+    """{kernel: its instructions in order}. Raises like ``listing``."""
+    return parse(listing(cubin))
+
+
+def parse(text: str) -> dict[str, list[Instruction]]:
+    """The same from a ``listing``."""
     raw: dict[str, list[tuple[str, str]]] = {}
     labels: dict[str, int] = {}
     body: list[tuple[str, str]] = []
-    for line in listing.splitlines():
+    for line in text.splitlines():
         if match := _SECTION.match(line):
             body = raw.setdefault(match.group(1), [])
         elif match := _LABEL.match(line):
@@ -114,6 +119,18 @@ def smallest_loop(body: list[Instruction], marker: str, least: int) -> Loop:
     if not found:
         raise DeviceError(f"no loop of this kernel holds {least} times {marker}")
     return min(found, key=lambda loop: loop.last - loop.first)
+
+
+def smallest_loops(body: list[Instruction], marker: str, least: int) -> list[Loop]:
+    """The shortest loops that hold ``least`` instructions of kind ``marker`` or more and do not overlap, in order.
+
+    A long kernel has many jumps backwards that are no loops of its source: waits that go on are moved to its end and jump back from there.
+    """
+    found: list[Loop] = []
+    for loop in sorted(loops(body), key=lambda loop: loop.last - loop.first):
+        if all(loop.last < other.first or other.last < loop.first for other in found) and count(body, loop)[marker] >= least:
+            found.append(loop)
+    return sorted(found, key=lambda loop: loop.first)
 
 
 def count(body: list[Instruction], loop: Loop | None = None) -> Counter[str]:

@@ -71,11 +71,12 @@ class HopperEngine(Engine):
         self._told_by: Sampler | None = None  # whose rule lies on the card
         with self._stream:
             self._buffers = DecodeBuffers(dims, weights.group, self._shape, pages_for(limit, self._kv.page_tokens))
-            self._prefiller = Prefill(self._kernels, weights, self._buffers, self._shape, min(PREFILL_CHUNK, limit))
+            self._prefiller = Prefill(self._kernels, weights, self._buffers, self._shape, min(PREFILL_CHUNK, limit), None if name == "eager" else self._capture)
             self._heads = {draws: head_launches(self._kernels, weights, self._buffers, self._shape, None, draws=draws) for draws in (False, True)}
             self._pages = DevicePages(dims, self._kv, limit, cupy)
             self._tell(Sampler(GREEDY, weights.entries))
             self._make_launches()
+            self._prefiller.prepare(self._pages.pool, self._stream)
         self._stream.synchronize()
 
     # ------------------------------------------------------------------------------------------------------- launches

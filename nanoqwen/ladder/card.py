@@ -147,9 +147,10 @@ class Card:
     # ------------------------------------------------------------------------------------------------------- prefill
 
     def chunk(self, ids: Sequence[int], position: int) -> list[Launch]:
-        """The launches of the engine's prefill of one chunk, with its ids on the card. They are the engine's own: good until the next chunk."""
+        """The launches of the engine's prefill of one chunk, for exactly its tokens, with span and ids on the card. They are the engine's own: good until
+        the next chunk."""
         prefiller = self.engine._prefiller
-        self.write(prefiller.ids[: len(ids)], np.asarray(ids))
+        prefiller.tell(ids, position, self.stream)
         return prefiller.launches(len(ids), position, self.pool)
 
     def layer_of(self, chunk: Sequence[Launch], layer: int) -> list[Launch]:
@@ -215,12 +216,10 @@ class CardBlocks:
         card.write(p.residual[:n], rows)
         for launch in launches:
             launch(card.stream)
-        residual = card.read(p.residual[:n])
-        if not launches[-1].name.startswith("gemm_parts"):
-            return residual
         # The down projection's parts wait for the next norm to be added; here they are added on the host.
-        parts = card.read(p.parts[: p.splits["down"].value * n * hidden]).reshape(-1, n, hidden)
-        return (residual + parts.sum(axis=0, dtype=np.float64) * card.read(p.inner[:n])[:, None]).astype(np.float32)
+        work = p.work["down"]
+        parts = card.read(p.parts[: work.slots * n * hidden]).reshape(-1, n, hidden)
+        return (card.read(p.residual[:n]) + layouts.add_parts(parts, work, np.arange(n)) * card.read(p.inner[:n])[:, None]).astype(np.float32)
 
     def head(self, x: np.ndarray) -> np.ndarray:
         """Residual float32 [n, hidden] -> logits float32 [n, vocab], through the launches that end a prefill."""

@@ -18,6 +18,7 @@ import cupy
 import numpy as np
 
 from nanoqwen import model
+from nanoqwen.cuda.attention_plan import ATTENTIONS
 from nanoqwen.cuda.launch import Launch
 from nanoqwen.kv import pages_for
 from nanoqwen.ladder import layouts, twins
@@ -27,6 +28,9 @@ from nanoqwen.packfile import PackFile
 
 #: Chunks whose kernels are looked at, as far as the context allows: one of each way to make the four products, none a multiple of a tile.
 CHUNKS = (13, 49, 110, 300, 1050)
+#: (position, tokens) of chunks that follow what is in the cache already, as a conversation goes on: few queries on many pages have a kernel of
+#: their own (nanoqwen/cuda/attention_plan.py), none a multiple of a step or a tile.
+DEEP = ((70, 19), (501, 17), (1999, 66), (3500, 130))
 #: Tokens of a chunk that are looked at: every edge of a 64- or 128-token tile, and of eight and sixteen.
 EDGES = (0, 1, 7, 8, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 79, 80, 127, 128, 255, 256, 383, 447, 448, 495, 496, 510, 511)
 #: Sums of up to 20,000 products inside the tensor cores, in one order.
@@ -64,7 +68,11 @@ def checks(pack: PackFile, card: Card, rng: np.random.Generator, limit: float, l
     for n in sizes:
         yield from _Chunk(pack, card, rng, limit, n, square).checks(layers if n == sizes[0] else layers[-1:])
     for n in lengths:
-        yield from _attention(card, rng, limit, n, layers[-1] if n == lengths[-1] else 0)
+        position = (n - 1) // chunk * chunk
+        yield from _attention(card, rng, limit, position, n - position, layers[-1] if n == lengths[-1] else 0)
+    for position, n in DEEP:
+        if position + n <= card.engine.context_limit:
+            yield from _attention(card, rng, limit, position, n, layers[-1])
 
 
 def _ids(card: Card, n: int) -> list[int]:
@@ -98,10 +106,10 @@ class _Chunk:
 
     def parts(self, name: str, rows: int) -> np.ndarray:
         """The sums of product ``name`` that came in parts, [tokens, rows]."""
-        count, p = self.prefiller.splits[name].value, self.prefiller
+        work, p = self.prefiller.work[name], self.prefiller
         with self.card.stream:
-            some = p.parts[: count * self.n * rows].reshape(count, self.n, rows)[:, cupy.asarray(self.tokens)]
-        return _wide(self.card.read(some)).sum(axis=0)
+            some = p.parts[: work.slots * self.n * rows].reshape(-1, self.n, rows)[:, cupy.asarray(self.tokens)]
+        return layouts.add_parts(self.card.read(some), work, self.tokens)
 
     def factor(self, array: cupy.ndarray) -> np.ndarray:
         return self.rows(array)[:, None]
@@ -125,7 +133,7 @@ class _Chunk:
             else:
                 for launch in mine:
                     launch(card.stream)
-        total = self._finished(self.rows(p.residual)[-1:], mine[-1], "down", self.factor(p.inner)[-1:])
+        total = self.rows(p.residual)[-1:] + self.parts("down", self.dims.hidden)[-1:] * self.factor(p.inner)[-1:]
         chain[-1](card.stream)
         yield compare(f"{n} tokens: last_row", card.read(card.buffers.residual)[None], total, self.limit)
         yield from self._again(chain)
@@ -134,33 +142,26 @@ class _Chunk:
         names = [launch.name for launch in launches]
         norms = iter(("input_layernorm", "post_attention_layernorm"))
         products = iter(tensors_of(layer).items())
-        in_parts = layer > 0 and names[-1].startswith("gemm_parts")
         for launch in launches:
             label = f"layer {layer}, {self.n} tokens: {launch.name}"
             if launch.name == "norm_rows_tiled":
                 gain = next(norms)
-                yield from self._norm(f"{label} {1 + (gain != 'input_layernorm')}", launch, f"model.layers.{layer}.{gain}.weight", layer, in_parts)
+                yield from self._norm(f"{label} {1 + (gain != 'input_layernorm')}", launch, f"model.layers.{layer}.{gain}.weight", layer)
             elif launch.name == "rope_append_parts":
                 yield from self._rope(label, launch, layer)
-            elif launch.name == "prefill_attention":
+            elif launch.name in ATTENTIONS:
                 launch(self.card.stream)  # it has checks of its own
             else:
                 name, tensors = next(products)
-                yield from self._product(f"{label} {name}", launch, name, tensors, layer)
-                in_parts = launch.name.startswith("gemm_parts")
+                yield from self._product(f"{label} {name}", launch, name, tensors)
         assert next(products, None) is None and next(norms, None) is None, names
 
-    def _finished(self, residual: np.ndarray, launch: Launch, name: str, factor: np.ndarray) -> np.ndarray:
-        """The last token's residual, with the parts of ``launch`` if it left any."""
-        if not launch.name.startswith("gemm_parts"):
-            return residual
-        return residual + self.parts(name, self.dims.hidden)[-1:] * factor
-
-    def _norm(self, label: str, launch: Launch, gain: str, layer: int, in_parts: bool) -> Iterator[Check]:
+    def _norm(self, label: str, launch: Launch, gain: str, layer: int) -> Iterator[Check]:
         p, first = self.prefiller, label.endswith("1")
-        before = self.rows(p.residual)
-        # In parts, the product before a first norm is the layer before's down projection with its factor; before a second it is o, unscaled.
-        total = before + (self.parts("down" if first else "o", self.dims.hidden) * (self.factor(p.inner) if first else 1) if in_parts else 0)
+        total = self.rows(p.residual)
+        # The product before a first norm is the layer before's down projection with its factor; before a second it is o, unscaled.
+        if layer > 0 or not first:
+            total = total + self.parts("down" if first else "o", self.dims.hidden) * (self.factor(p.inner) if first else 1)
         launch(self.card.stream)
         yield compare(f"{label}: residual", self.rows(p.residual), total, self.limit)
         y = twins.rms_norm(total, twins.vector(self.pack, gain), self.dims.rms_eps)
@@ -170,31 +171,18 @@ class _Chunk:
             bound = gate * up * np.square(y).sum(axis=1, keepdims=True) / 32768
             yield compare(f"{label}: bound of the MLP", self.factor(p.inner), bound, 10 * self.limit)
 
-    def _product(self, label: str, launch: Launch, name: str, tensors: Sequence[str], layer: int) -> Iterator[Check]:
+    def _product(self, label: str, launch: Launch, name: str, tensors: Sequence[str]) -> Iterator[Check]:
         p, dims = self.prefiller, self.dims
         cols = self.pack.tensors[tensors[0]].cols
         x = self.x(p.x_inner if name == "down" else p.x, cols)
-        factor = {"qkv": p.factor, "gate_up": p.factor, "down": p.inner}.get(name)
-        scale = 1.0 if factor is None else self.factor(factor)
-        before = self.rows(p.residual)
         launch(self.card.stream)
         if launch.name.startswith("gemm_parts"):
             total = sum(self.pack.tensors[t].rows for t in tensors)
             rows = sample_rows(total)
             yield compare(label, self.parts(name, total)[:, rows], x @ _rounded_rows(self.pack, tensors, rows).T, PRODUCT_LIMIT)
-        elif launch.name == "gemm_residual":
-            rows = sample_rows(dims.hidden)
-            added = self.rows(p.residual)[:, rows] - before[:, rows]
-            expected = x @ _rounded_rows(self.pack, tensors, rows).T * scale
-            size = np.abs(before[:, rows]) + np.abs(expected)
-            yield within(label, added, expected, size * 2.0**-22 + PRODUCT_LIMIT * np.abs(expected).max(axis=1, keepdims=True) + FP16_TINY)
-        elif launch.name == "gemm_qkv":
-            heads = np.unique([0, dims.num_heads - 1, *range(dims.num_heads, dims.num_heads + 2 * dims.num_kv_heads)])
-            rows = (heads[:, None] * dims.head_dim + np.arange(dims.head_dim)).reshape(-1)
-            yield from self._heads(label, layer, heads, x @ _rounded_rows(self.pack, tensors, rows).T * scale, PRODUCT_LIMIT)
         else:
             rows = sample_rows(dims.intermediate)
-            gate, up = (x @ _rounded_rows(self.pack, tensors, rows + k * dims.intermediate).T * scale for k in (0, 1))
+            gate, up = (x @ _rounded_rows(self.pack, tensors, rows + k * dims.intermediate).T * self.factor(p.factor) for k in (0, 1))
             ours = self.x(p.x_inner, dims.intermediate)[:, rows] * self.factor(p.inner)
             yield compare(label, ours, twins.swiglu(gate, up), SWIGLU_LIMIT)
 
@@ -202,20 +190,14 @@ class _Chunk:
         p, dims = self.prefiller, self.dims
         sums = self.parts("qkv", dims.q_size + 2 * dims.kv_size) * self.factor(p.factor)
         launch(self.card.stream)
-        yield from self._heads(label, layer, np.arange(dims.num_heads + 2 * dims.num_kv_heads), sums, self.limit)
-
-    def _heads(self, label: str, layer: int, heads: np.ndarray, sums: np.ndarray, limit: float) -> Iterator[Check]:
-        """q, keys and values of ``heads``, whose sums [tokens, heads * D] are without bias and rotation."""
-        dims, tokens = self.dims, self.tokens
-        bias = np.concatenate([twins.vector(self.pack, f"model.layers.{layer}.self_attn.{x}_proj.bias") for x in "qkv"]).reshape(-1, dims.head_dim)
-        rows = sums.reshape(len(tokens), len(heads), dims.head_dim) + bias[heads]
-        turned = heads < dims.num_heads + dims.num_kv_heads
-        rows[:, turned] = twins.rope(rows[:, turned], tokens, dims.rope_theta)
-        is_q = heads < dims.num_heads
-        yield compare(f"{label}: q", self.rows(self.prefiller.q)[:, heads[is_q]], rows[:, is_q], limit)
+        bias = np.concatenate([twins.vector(self.pack, f"model.layers.{layer}.self_attn.{x}_proj.bias") for x in "qkv"])
+        heads = (sums + bias).reshape(len(sums), -1, dims.head_dim)
+        turned = dims.num_heads + dims.num_kv_heads
+        heads[:, :turned] = twins.rope(heads[:, :turned], self.tokens, dims.rope_theta)
+        q, expected = heads[:, : dims.num_heads], heads[:, dims.num_heads :]
+        yield compare(f"{label}: q", self.rows(p.q), q, self.limit)
         found = np.concatenate([*self.appended(layer)], axis=1)  # [tokens, key heads and value heads, D]
-        expected = rows[:, ~is_q]
-        yield within(f"{label}: keys and values", found[:, heads[~is_q] - dims.num_heads], expected, row_bound(expected, limit))
+        yield within(f"{label}: keys and values", found, expected, row_bound(expected, self.limit))
 
     def _again(self, chain: Sequence[Launch]) -> Iterator[Check]:
         """The whole chunk twice more, one kernel starting before the other has ended: the bits that decode goes on with."""
@@ -228,33 +210,48 @@ class _Chunk:
         yield none_wrong(f"{self.n} tokens twice: the same bits", wrong, "arrays", "residual of the last token, keys and values of the last layer")
 
 
-def _attention(card: Card, rng: np.random.Generator, limit: float, n: int, layer: int) -> Iterator[Check]:
-    """The last chunk of a prompt of ``n`` tokens, random keys and values before it, over pages in shuffled order between pages full of NaN."""
+def _attention(card: Card, rng: np.random.Generator, limit: float, position: int, n: int, layer: int) -> Iterator[Check]:
+    """A chunk of ``n`` tokens at ``position``, random keys and values before it, over pages in shuffled order between pages full of NaN."""
     dims, p = card.dims, card.engine._prefiller
-    position = (n - 1) // p.chunk * p.chunk
-    table, everywhere = card.lay_out(n, rng), slice(0, dims.num_layers)
+    table, everywhere = card.lay_out(position + n, rng), slice(0, dims.num_layers)
     if position:
         before = [rng.standard_normal((position, dims.num_kv_heads, dims.head_dim)).astype(np.float16) for _ in range(2)]
         card.put(everywhere, table, *before)
     card.zero(everywhere, table[pages_for(position, card.page_tokens) :])
-    chain, done = card.chunk(_ids(card, n - position), position), False
-    upto = next(launch for launch in card.layer_of(chain, layer) if launch.name == "prefill_attention")
+    chain, done = card.chunk(_ids(card, n), position), False
+    upto = next(launch for launch in card.layer_of(chain, layer) if launch.name in ATTENTIONS)
     for launch in chain:
         if not done:
             launch(card.stream)
         done = done or launch is upto
-    tokens = edges(n - position)
+    tokens = edges(n)
     with card.stream:
         q, out = p.q[cupy.asarray(tokens)], p.x[:, cupy.asarray(tokens)]
-    q, out = card.read(q).astype(np.float64), layouts.untile_x(card.read(out), tokens, dims.q_size, card.group)
-    keys, values = (rows.astype(np.float64) for rows in card.take(layer, table, n))
-    expected = np.concatenate([
-        twins.attention(q[k : k + 1], keys[: position + r + 1], values[: position + r + 1], position + r) for k, r in enumerate(tokens)
-    ])  # fmt: skip
+    q, out = card.read(q), layouts.untile_x(card.read(out), tokens, dims.q_size, card.group)
+    keys, values = (rows.astype(np.float64) for rows in card.take(layer, table, position + n))
+    # One query at a time: the tokens that are looked at do not follow each other.
+    expected, bound = (np.concatenate(rows) for rows in zip(*(
+        rounded_attention(q[k : k + 1], keys[: position + r + 1], values[: position + r + 1], position + r, limit) for k, r in enumerate(tokens)
+    )))  # fmt: skip
     yield within(
-        f"layer {layer} prefill_attention, prompt of {n}", out.astype(np.float64), expected, row_bound(expected, limit),
+        f"layer {layer} {upto.name}, prompt of {position + n}", out.astype(np.float64), expected, bound,
         f"{len(tokens)} rows of the chunk at {position}, {len(table)} shuffled pages between NaN",
     )  # fmt: skip
+
+
+def rounded_attention(q: np.ndarray, keys: np.ndarray, values: np.ndarray, first: int, limit: float) -> tuple[np.ndarray, np.ndarray]:
+    """(what prefill's attention computes, how far its kernels may be from it), float64 [m, H * D]; q FP32 [m, H, D], otherwise as ``twins.attention``.
+
+    The kernels round q to FP16, and so does this twin. They also round each share p, the exponential of a score less the largest so far, and divide
+    the sum of p v by the sum of the p before rounding. A rounded p is off by at most 2^-11 p, or by 2^-25 below 2^-14, where FP16 is subnormal. What
+    later maxima make of it is a factor of at most 1, and the sum of the p, the largest being 1, is at least 1. So the sum's error is at most
+    2^-11 sum(p |v|) / sum(p) + 2^-25 sum(|v|): the first is attention to |v|. On top come the FP32 sums and the result's own rounding, ``row_bound``.
+    """
+    rounded = q.astype(np.float16).astype(np.float64)
+    expected, size = (twins.attention(rounded, keys, rows, first) for rows in (values, np.abs(values)))
+    seen = np.cumsum(np.abs(values), axis=0)[first : first + len(q)]  # sum(|v|) [m, G, D] of the tokens that each query sees
+    tiny = np.repeat(seen, q.shape[1] // keys.shape[1], axis=1).reshape(expected.shape)
+    return expected, row_bound(expected, limit) + FP16_ROUNDING * size + FP16_TINY * tiny
 
 
 def row_bound(expected: np.ndarray, limit: float) -> np.ndarray:

@@ -7,11 +7,15 @@ its result be read, without another kernel in between. Everything is plain index
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from nanoqwen.config import Dims
 from nanoqwen.kv import pages_for
+
+if TYPE_CHECKING:
+    from nanoqwen.cuda.prefill_plan import Work
 
 # ------------------------------------------------------------------------------- activations (kernels/common/activations.cuh)
 
@@ -148,6 +152,29 @@ def untile_x(x: np.ndarray, tokens: np.ndarray, cols: int, group: int) -> np.nda
     """Rows [len(tokens), cols] of an activation, of which x [slabs, len(tokens), 64] has those tokens."""
     slab, _, element = x_element(np.asarray(tokens)[:, None], np.arange(cols), group)
     return np.asarray(x)[slab, np.arange(len(tokens))[:, None], element]
+
+
+# ------------------------------------------------------------------- parts of a product's sums (kernels/prefill/gemm_work.cuh)
+
+
+def part_places(row: np.ndarray) -> np.ndarray:
+    """The place of each row among a token's values: of 32 rows, r + 8 i for i = 0..3 lie side by side."""
+    return row // 32 * 32 + row % 8 * 4 + row % 32 // 8
+
+
+def part_counts(work: Work, rows: int) -> np.ndarray:
+    """In how many parts the sums of each token and row come, int [work.n, rows]."""
+    items = np.array([work.parts(item) for item in range(work.items)]).reshape(work.main_rows, work.main_tokens)
+    return items[np.arange(rows) // TILE_ROWS // work.tiles][:, np.arange(work.n) // work.main_width].T
+
+
+def add_parts(parts: np.ndarray, work: Work, tokens: np.ndarray) -> np.ndarray:
+    """The sums [len(tokens), rows], float64, of which parts [slots, len(tokens), rows] has those tokens. Slots that no CTA wrote may hold anything."""
+    with np.errstate(invalid="ignore"):
+        parts = np.asarray(parts).astype(np.float64)
+    rows = parts.shape[-1]
+    written = np.arange(len(parts))[:, None, None] < part_counts(work, rows)[tokens]
+    return np.where(written, parts[..., part_places(np.arange(rows))], 0).sum(axis=0)
 
 
 # ------------------------------------------------------------------------------------------- weights (nanoqwen/cuda/weights.py)

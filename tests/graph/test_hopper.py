@@ -70,6 +70,16 @@ def test_prefill_and_the_steps_after_it(engine, model, length):
         assert error(ours, theirs) < DECODE_LIMIT and ours.argmax() == theirs.argmax()
 
 
+@pytest.mark.parametrize("more", [1, 17, 65, 130])
+def test_a_prompt_goes_on_where_another_ended(engine, model, more):
+    """A few tokens behind many, as a conversation goes on: their attention is another kernel's, unless they are many for a small model."""
+    _, expected = model
+    tokens, before = ids(700 + more, engine.dims.vocab), 700
+    engine.prefill(tokens[:before])
+    expected(tokens[:before], 0)
+    assert error(engine.prefill(tokens[before:]), expected(tokens[before:], before)) < PREFILL_LIMIT
+
+
 def test_decode_alone_from_nothing_and_bit_equal_repeats(engine, model):
     _, expected = model
     tokens = ids(40, engine.dims.vocab)

@@ -47,9 +47,8 @@ def test_what_does_not_fit_together_is_refused():
 
 def test_the_receipt_has_every_width_of_its_kernels_and_none_that_spills():
     results = read_receipt(receipts_folder() / f"{counting.NAME}.json")["results"]
-    widths = {"": plans.WIDE, "_middle": plans.MIDDLE, "_narrow": plans.NARROW}
     assert {kernel: set(found["widths"]) for kernel, found in results.items()} == {
-        source + end: {str(w) for w in widths[end]} for source in counting.KERNELS for end in widths
+        source + end: {str(w) for w in shape.widths} for source in counting.KERNELS for end, shape in plans.SHAPES.items()
     }
     for kernel, found in results.items():
         assert found["from_registers"] and found["spill_bytes"] == 0, kernel

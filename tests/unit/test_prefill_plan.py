@@ -3,6 +3,7 @@
 import ctypes
 import dataclasses
 import re
+import types
 
 import cardkit
 import numpy as np
@@ -18,17 +19,56 @@ from nanoqwen.ladder import layouts
 LENGTHS = (1, 8, 9, 16, 17, 31, 32, 33, 50, 64, 65, 100, 128, 129, 255, 256, 257, 300, 511, 512, 513, 1000, 1024, 1025, 2047, 2048)
 
 
-def item_of(w: plans.Work, index: int, group: int) -> tuple[int, int, int, int, int]:
-    """(row, first token, width, first unit, last unit): `item_of` of kernels/prefill/gemm_int4.cuh."""
-    split, index = divmod(index, w.split_items)
-    if index < w.main_items:
-        row, token, width = index // w.main_tokens, index % w.main_tokens * w.main_width, w.main_width
-    else:
-        index -= w.main_items
-        row, token, width = w.main_rows + index // w.tail_tokens, index % w.tail_tokens * w.tail_width, w.tail_width
-    per_unit = plans.UNIT // group
-    units = -(-w.groups // per_unit)
-    return row, token, width, units * split // w.splits, units * (split + 1) // w.splits
+class Walk:
+    """The way of CTA `cta` through its items: first_position, next_position and item_at of kernels/prefill/gemm_work.cuh."""
+
+    def __init__(self, work: plans.Work, cta: int, grid: int, group: int) -> None:
+        self.w, self.cta, self.grid, self.units = work, cta, grid, plans.units_of(work.groups, group)
+
+    def begin(self, cta: int) -> int:
+        return self.w.total * cta // self.w.sharers if cta < self.w.sharers else self.w.total
+
+    def __iter__(self):
+        w, at, end = self.w, self.cta if self.cta < self.w.whole else self.w.whole + self.begin(self.cta), self.w.whole + self.begin(self.cta + 1)
+        while at < end:
+            yield self.item(at)
+            if at >= w.whole:
+                at = min(at + w.quanta - (at - w.whole) % w.quanta, end)
+            else:
+                at += self.grid
+                at = at if at < w.whole else w.whole + self.begin(self.cta)
+
+    def item(self, at: int) -> tuple[int, int, int, int, int, int]:
+        """(row, first token, width, slot, first unit, last unit)."""
+        w, slot, first, last = self.w, 0, 0, self.units
+        if at >= w.whole:
+            of, inside = divmod(at - w.whole, w.quanta)
+            first, last = inside * w.quantum, min(last, (inside + self.begin(self.cta + 1) - (at - w.whole)) * w.quantum)
+            slot, at = self.cta - w.owner(of * w.quanta), w.whole + of
+        if at < w.main_items:
+            return at // w.main_tokens, at % w.main_tokens * w.main_width, w.main_width, slot, first, last
+        at -= w.main_items
+        return w.main_rows + at // w.tail_tokens, at % w.tail_tokens * w.tail_width, w.tail_width, slot, first, last
+
+
+def check_walk(work: plans.Work, rows: int, group: int, sms: int) -> None:
+    """All CTAs together do every item from its first unit to its last, in as many parts as the readers count."""
+    grid, units, found = work.grid(sms), plans.units_of(work.groups, group), {}
+    assert 1 <= grid <= sms
+    for cta in range(grid):
+        for row, token, width, slot, first, last in Walk(work, cta, grid, group):
+            assert first < last <= units and token < work.n
+            found.setdefault((row, token, width), []).append((slot, first, last))
+    assert len(found) == work.items
+    covered = np.zeros((rows, work.n), np.int8)
+    for (row, token, width), parts in found.items():
+        covered[row, token : token + width] += 1
+        parts.sort()
+        assert [slot for slot, *_ in parts] == list(range(len(parts))) and len(parts) <= work.slots
+        assert parts[0][1] == 0 and parts[-1][2] == units and all(a[2] == b[1] for a, b in zip(parts, parts[1:]))
+        if rows == work.main_rows:
+            assert len(parts) == work.parts(row * work.main_tokens + token // work.main_width)
+    assert (covered == 1).all()
 
 
 @pytest.mark.parametrize("sms", [114, 132])
@@ -38,37 +78,59 @@ def test_the_items_of_a_product_cover_it_exactly_once(model, sms):
     for n in LENGTHS:
         for name, product in plans.products(dims, group, n, PREFILL_CHUNK, sms).items():
             rows, cols = plans.shapes(dims)[name]
-            work = product.cut.work(n, cols // group)
-            done = np.zeros((product.cut.rows, n, -(-cols // plans.UNIT)), dtype=np.int8)
-            for index in range(work.items):
-                row, token, width, first, last = item_of(work, index, group)
-                assert first < last and token < n
-                done[row, token : token + width, first:last] += 1
-            assert (done == 1).all(), (name, n, product)
-            assert product.cut.rows * product.cut.tiles >= rows // 16 > (product.cut.rows - 1) * product.cut.tiles
-            assert product.cut.tiles % 2 == 0 or name != "gate_up", "a gate tile and its tile of up are one item's"
-            assert product.cut.tiles == plans.TILES or product.kernel.endswith(("narrow", "middle")) and product.cut.tiles <= plans.MOST_TILES
-            compiled = {"narrow": plans.NARROW, "middle": plans.MIDDLE, "qkv": plans.WIDE_QKV}.get(product.kernel.rpartition("_")[2], plans.WIDE)
-            assert {product.cut.main_width, product.cut.tail_width} <= {*compiled}
-            if product.kernel.startswith("gemm_parts"):
-                assert product.cut.splits * n * rows <= plans.part_floats(dims, PREFILL_CHUNK)
+            cut, work = product.cut, product.cut.work(n, cols // group, group)
+            shape = plans.SHAPES[product.kernel.removeprefix("gemm_swiglu" if name == "gate_up" else "gemm_parts")]
+            check_walk(work, cut.rows, group, sms)
+            assert cut.rows * cut.tiles >= rows // 16 > (cut.rows - 1) * cut.tiles
+            assert cut.tiles % 2 == 0 and cut.tiles in shape.tiles and cut.tiles <= 8 * shape.warpgroups, "a warp takes two"
+            assert {cut.main_width, cut.tail_width} <= {*shape.widths_for(group)} and (n <= shape.tokens or shape.tokens == 128)
+            if name == "gate_up":
+                assert not work.sharers, "SwiGLU needs finished sums"
             else:
-                assert product.cut.splits == 1
+                assert cut.main_rows == cut.rows and work.slots * n * rows <= plans.part_floats(dims, PREFILL_CHUNK)
+
+
+def test_cuts_that_no_plan_would_choose_are_covered_too():
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        row_tiles, groups, n, sms, tiles, width = 2 * rng.integers(1, 40), rng.integers(1, 50), rng.integers(1, 700), rng.integers(1, 20), 2 * rng.integers(2, 9), rng.choice((64, 96, 128))
+        rows = -(-row_tiles // tiles)
+        whole = rng.integers(0, (rows * -(-n // width) - 1) // sms + 1) * sms
+        cut = plans.Cut(*map(int, (tiles, rows, rows, width, width, whole, rng.integers(1, 5), rng.integers(1, sms + 1))))
+        check_walk(cut.work(int(n), int(groups), 128), int(rows), 128, int(sms))
+
+
+def test_a_length_has_the_token_tiles_that_it_was_planned_with():
+    """So its parts need no more slots than were planned."""
+    for n in range(1, PREFILL_CHUNK + 1):
+        at = plans.planned_length(n)
+        for name, product in plans.products(SEVEN, 128, n, PREFILL_CHUNK, 132).items():
+            if name != "gate_up":
+                works = [product.cut.work(length, plans.shapes(SEVEN)[name][1] // 128, 128) for length in (n, at)]
+                assert works[0].main_tokens == works[1].main_tokens and works[0].sharers == works[1].sharers, (n, name)
+        if n <= plans.GRAPH_UP_TO:
+            assert n <= plans.launched_length(n, PREFILL_CHUNK) == at
+        else:
+            assert plans.launched_length(n, PREFILL_CHUNK) == n
+    lengths = plans.graph_lengths(PREFILL_CHUNK)
+    assert lengths[-1] == plans.GRAPH_UP_TO and lengths == sorted({plans.planned_length(n) for n in range(1, plans.GRAPH_UP_TO + 1)})
+    assert plans.graph_lengths(5) == [5] and plans.graph_lengths(20) == [8, 16, 20]
 
 
 def test_the_products_of_the_7b_keep_the_card_busy():
     for n in LENGTHS:
         for name, product in plans.products(SEVEN, 128, n, PREFILL_CHUNK, 132).items():
-            items = product.cut.work(n, plans.shapes(SEVEN)[name][1] // 128).items
-            assert items >= 66, (name, n, items)
+            work = product.cut.work(n, plans.shapes(SEVEN)[name][1] // 128, 128)
+            assert work.grid(132) >= 66, (name, n, work.grid(132))
 
 
 @pytest.mark.parametrize("context", [1, 5, 96, 640, PREFILL_CHUNK])
 def test_parts_of_a_short_context_fit(context):
     for n in {1, context // 2 or 1, context}:
         for name, product in plans.products(SEVEN, 128, n, context, 132).items():
-            if product.kernel.startswith("gemm_parts"):
-                assert product.cut.splits * n * plans.shapes(SEVEN)[name][0] <= plans.part_floats(SEVEN, context)
+            rows, cols = plans.shapes(SEVEN)[name]
+            for length in {n, plans.launched_length(n, context)} if name != "gate_up" else ():
+                assert product.cut.work(length, cols // 128, 128).slots * length * rows <= plans.part_floats(SEVEN, context)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -80,21 +142,42 @@ def test_the_host_knows_the_shapes_of_the_kernels(model):
     dims, group = MODELS[model]
     room = data_path("kernels")
     source = (room / "prefill/gemm_shapes.cuh").read_text(encoding="utf-8")
-    kernels = [found for p in sorted(room.glob("prefill/gemm_*.cu")) for found in re.findall(r"^NANOQWEN_GEMM\((\w+)\) (\w+)\(", p.read_text(encoding="utf-8"), re.M)]
-    assert {name for _, name in kernels} == {p.kernel for n in LENGTHS for p in plans.products(SEVEN, 128, n, PREFILL_CHUNK, 132).values()}
-    lines = [f"static_assert({shape}::kThreads == {plans.gemm_threads(name)} && {shape}::kShared == {plans.gemm_shared_bytes(name, group)});" for shape, name in kernels]
-    lines.append(f"static_assert(sizeof(Work) == {ctypes.sizeof(plans.Work)} && sizeof(Operands) == 32 && sizeof(QkvOut) == 80 && sizeof(SwigluOut) == 32 && sizeof(SwigluDirect) == 32);")
-    lines.append(f"static_assert(kUnit == {plans.UNIT} && kSlab == {plans.SLAB} && kSlab == {layouts.SLAB} && kBlockBytes == Int4Block::kBytes && !kBundled);")
-    text = source[: source.index("#define NANOQWEN_GEMM")] + 'using namespace nanoqwen;\n#include "int4_block.cuh"\n' + "\n".join(lines)
+    kernels = gemm_kernels()
+    assert set(kernels) == {name + end for name in ("gemm_parts", "gemm_swiglu") for end in plans.SHAPES}
+    assert {name + end for n in LENGTHS for name, of in (("gemm_parts", "o"), ("gemm_swiglu", "gate_up")) for end in plans.kind(n, of)} == set(kernels)
+    lines = [f"static_assert({shape}::kThreads == {plans.gemm_threads(name)} && {shape}::kShared == {plans.gemm_shared_bytes(name, group)});" for name, shape in kernels.items()]
+    lines.append(f"static_assert(sizeof(Work) == {ctypes.sizeof(plans.Work)} && sizeof(Operands) == 32 && sizeof(PartsOut) == 16 && sizeof(SwigluOut) == 32 && sizeof(SwigluDirect) == 32);")
+    lines.append(f"static_assert(kUnit == {plans.UNIT} && kSlab == {plans.SLAB} && kSlab == {layouts.SLAB} && kStagedRing == {plans.STAGED} && kStageUnits == {plans.STAGE_UNITS});")
+    text = source[: source.index("#define NANOQWEN_GEMM")] + "using namespace nanoqwen;\n" + "\n".join(lines)
     headers = {p.name: p.read_text(encoding="utf-8") for folder in ("common", "prefill") for p in (room / folder).glob("*.cuh")}
     compiling._compile(nvrtc, "shapes.cu", text, headers | {"constants.cuh": constants_header(dims, group, LaunchShape(132))})
+
+
+def gemm_kernels() -> dict[str, str]:
+    """{kernel: its shape} of all sources."""
+    sources = sorted((data_path("kernels") / "prefill").glob("gemm_*.cu"))
+    return {name: shape for p in sources for shape, name in re.findall(r"^NANOQWEN_GEMM\((\w+)\) (\w+)\(", p.read_text(encoding="utf-8"), re.M)}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_no_product_waits_where_the_compiler_could_not_prove_its_registers_safe(model):
+    """ptxas then puts a wait behind each wgmma and says so (C7510 to C7514)."""
+    nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed: the test extra brings it on Linux")
+    from nanoqwen.cuda import compile as compiling
+
+    room = data_path("kernels")
+    headers = {p.name: p.read_text(encoding="utf-8") for folder in ("common", "prefill") for p in (room / folder).glob("*.cuh")}
+    headers["constants.cuh"] = constants_header(*MODELS[model], LaunchShape(132))
+    for source in ("gemm_parts.cu", "gemm_swiglu.cu"):
+        _, log = compiling._compile(nvrtc, source, (room / "prefill" / source).read_text(encoding="utf-8"), headers)
+        assert "HGMMA" not in log and not re.search(r"C75\d\d|serializ", log), source
 
 
 def test_the_wide_products_are_spelled_out_as_the_instruction_wants_them():
     """wgmma names each accumulator. The header's functions are one pattern for every width, and this is the pattern."""
     header = (data_path("kernels") / "prefill/wgmma.cuh").read_text(encoding="utf-8")
     widths = [int(n) for n in re.findall(r"m64n(\d+)k16", header)]
-    assert widths == sorted({8, *plans.NARROW, *plans.MIDDLE, *plans.WIDE, *plans.WIDE_QKV})
+    assert widths == sorted({w for shape in plans.SHAPES.values() for w in shape.widths})
     found = header[header.index("__device__ __forceinline__ void wgmma(") :]
     assert found.split() == [*" ".join(spelled(n) for n in widths).split(), *"} // namespace nanoqwen".split()]
 
@@ -126,11 +209,11 @@ def prefill(monkeypatch):
 
         class Engine: ...
 
-        def make(dims: Dims, group: int, chunk: int):
+        def make(dims: Dims, group: int, chunk: int, capture=None):
             kernels, shape = Kernels("", None), LaunchShape(cardkit.SMS)
             card.engine = Engine()
             card.engine._weights = weights = synthesise(dims, group, kernels)
-            return Prefill(kernels, weights, DecodeBuffers(dims, group, shape, 4), shape, chunk)
+            return Prefill(kernels, weights, DecodeBuffers(dims, group, shape, 4), shape, chunk, capture)
 
         yield make
 
@@ -142,7 +225,8 @@ def test_the_workspace_is_what_the_plan_says(prefill, model, chunk):
     dims = dataclasses.replace(dims, num_layers=1, vocab=64)
     made = prefill(dims, group, chunk)
     arrays = [a for a in vars(made).values() if isinstance(a, np.ndarray)]
-    assert made.nbytes == sum(a.nbytes for a in arrays) == plans.prefill_bytes(dims, chunk)
+    views = made.span.nbytes + made.ids.nbytes  # of one array
+    assert made.nbytes == sum(a.nbytes for a in arrays) - views == plans.prefill_bytes(dims, chunk)
     before, after = (workspace_bytes(dims, group, LaunchShape(132), 640, c) for c in (chunk, chunk + 8))
     assert after - before == plans.prefill_bytes(dims, chunk + 8) - plans.prefill_bytes(dims, chunk)
 
@@ -151,20 +235,48 @@ def test_the_workspace_of_the_7b_has_no_second_copy_of_the_weights():
     assert plans.prefill_bytes(SEVEN, PREFILL_CHUNK) <= 300e6
 
 
-def test_a_chunk_of_another_length_or_place_is_the_same_launches(prefill):
+@pytest.fixture
+def small(prefill):
+    """(a Prefill of two layers for chunks of up to 64 tokens, what it captured, two pools)."""
     dims, group = MODELS["group 32"]
     dims = dataclasses.replace(dims, num_layers=2, vocab=64)
-    made = prefill(dims, group, 64)
+    captured = []
+
+    def capture(launches):
+        captured.append([(launch.name, launch.grid) for launch in launches])
+        return types.SimpleNamespace(launch=lambda stream: ran.append(len(captured) - 1), upload=lambda stream: None, of=captured[-1])
+
+    ran: list[int] = []
     pools = [np.zeros((2, 2, pages, 16 * dims.kv_size), np.float16).view(cardkit.Array) for pages in (4, 8)]
-    first = list(made.launches(40, 0, pools[0]))
+    return prefill(dims, group, 64, capture), captured, pools
+
+
+def test_a_chunk_of_another_length_is_the_same_launches(small):
+    made, _, pools = small
+    first = list(made.launches(60, 0, pools[0]))
     grids = [launch.grid for launch in first]
-    again = made.launches(57, 3, pools[1])
+    again = made.launches(57, 0, pools[1])
     assert all(a is b for a, b in zip(first, again))
     rope = next(launch for launch in again if launch.name == "rope_append_parts")
-    assert grids[1] == (40,) and again[1].grid == (57,) and rope.grid == (dims.num_heads + 2 * dims.num_kv_heads, 57)
-    assert rope.args[7].value == 3 and (rope.args[9].value, rope.args[10].value) == (pools[1][0, 0].data.ptr, pools[1][0, 1].data.ptr)
+    dims = made._w.dims
+    assert grids[1] == (60,) and again[1].grid == (57,) and rope.grid == (57, -(-(dims.num_heads + 2 * dims.num_kv_heads) * dims.head_dim // 8 // 256))
+    assert rope.args[7] is made.span and (rope.args[9].value, rope.args[10].value) == (pools[1][0, 0].data.ptr, pools[1][0, 1].data.ptr)
     assert next(launch for launch in again if launch.name == "gemm_swiglu_middle").args[0].n == 57
-    assert {launch.name for launch in made.launches(3, 0, pools[1])} >= {"gemm_parts_narrow", "gemm_swiglu_narrow"}
+    assert {launch.name for launch in made.launches(3, 0, pools[1])} >= {"gemm_parts_few", "gemm_swiglu_few"}
+
+
+def test_short_chunks_are_graphs_of_a_few_lengths(small):
+    made, captured, pools = small
+    stream = cardkit.Stream()
+    made.prepare(pools[0], stream)
+    assert len(captured) == len(plans.graph_lengths(64)) == 8 and [grids[1][1] for grids in captured] == [(n,) for n in plans.graph_lengths(64)]
+    made.run([5, 6, 7], 4, pools[0], stream)
+    assert made._told[:5].tolist() == [4, 3, 5, 6, 7] and made.ids[:3].tolist() == [5, 6, 7] and made.span.tolist() == [4, 3]
+    made.run(list(range(17)), 30, pools[0], stream)
+    assert len(captured) == 8 or captured[8:] and all("spread" in str(names) for names in captured[8:]), "nothing is captured twice"
+    held = len(captured)
+    made.run([1], 0, pools[1], stream)
+    assert len(captured) == held + 1 and captured[-1][1][1] == (8,), "the pool moved: once more"
 
 
 @pytest.mark.parametrize("peak, power", [(65504.0, 0), (32768.0, 0), (32752.0, 1), (1.0, 15), (2.0**-14, 29), (2.0**-20, 30), (0.0, 0)])
@@ -214,9 +326,8 @@ def test_projections_lie_in_blocks_and_come_back(prefill, rows, cols, group):
 
 
 def test_the_cuts_that_were_measured_best_are_chosen():
-    """On an H200, for the 7B: (tokens, product) -> tile width and pieces of K."""
-    for n, name, width, splits in ((16, "down", 16, 13), (128, "down", 128, 9), (512, "down", 128, 2), (512, "o", 128, 2)):
-        found = plans.products(SEVEN, 128, n, PREFILL_CHUNK, 132)[name]
-        assert found.kernel.startswith("gemm_parts") and (found.cut.main_width, found.cut.splits) == (width, splits), (n, name, found)
-    for name in ("o", "down"):
-        assert plans.products(SEVEN, 128, 1024, PREFILL_CHUNK, 132)[name].kernel == "gemm_parts"
+    """On an H200, for the 7B: (tokens, product) -> widths of main and last tiles, CTAs that share."""
+    for n, name, widths, sharers in ((512, "o", (128, 128), 112), (512, "down", (128, 128), 112), (512, "qkv", (128, 128), 132), (128, "gate_up", (128, 64), 0), (512, "gate_up", (128, 64), 0)):
+        cut = plans.products(SEVEN, 128, n, PREFILL_CHUNK, 132)[name].cut
+        assert (cut.main_width, cut.tail_width) == widths and cut.sharers == sharers, (n, name, cut)
+    assert plans.products(SEVEN, 128, 128, PREFILL_CHUNK, 132)["down"].cut.main_width == 128

@@ -12,6 +12,7 @@ from nanoqwen.bench import sanitize
 from nanoqwen.bench.receipts import read_receipt, receipts_folder
 from nanoqwen.bench.sanitize_run import CASES, CEILING_BYTES, MORE
 from nanoqwen.config import data_path, load_settings
+from nanoqwen.cuda.attention_plan import ATTENTIONS, attention_kernel
 from nanoqwen.cuda.constants import PREFILL_CHUNK, check_supported
 from nanoqwen.cuda.prefill_plan import products
 from nanoqwen.errors import DeviceError
@@ -158,6 +159,8 @@ def test_the_models_take_what_the_kernels_distinguish():
     sources = "".join(path.read_text(encoding="utf-8") for path in (data_path("kernels") / "prefill").glob("gemm_*.cu"))
     assert gemms == set(re.findall(r"^NANOQWEN_GEMM\(\w+\) (\w+)\(", sources, re.M)), "every product of prefill is met"
     assert all(any(length < page < length + case.steps for length in case.prompts) for case in CASES.values()), "each model's steps cross a page"
+    attentions = {(attention_kernel(case.dims, MORE, n + case.steps, 132), case.dims.head_dim) for case in CASES.values() for n in case.prompts}
+    assert attentions == {(kernel, head_dim) for kernel in ATTENTIONS for head_dim in (64, 128)}, "both of its attentions, for heads of either size"
     assert {case.dims.tied for case in CASES.values()} == {True, False} and {case.dims.head_dim for case in CASES.values()} == {64, 128}
     assert CEILING_BYTES % 16 == 0 and CEILING_BYTES % 4096, "a broken chunk at the end"
 
