@@ -16,6 +16,8 @@ BEGIN, END = "<!-- measured: written by python -m nanoqwen.book.measured -->", "
 #: Shapes in the order of a decode step: name in gemv.json, words.
 SHAPES = (("qkv", "q, k, v"), ("o", "o"), ("gate_up", "gate, up"), ("down", "down"), ("lm_head", "output head (FP16)"))
 ENGINES = ("persistent", "graph", "eager")
+#: What the tables call a peer; others go by their name in the receipt.
+PEERS = {"torch": "PyTorch INT4, compiled step"}
 
 
 def measured_markdown() -> str:
@@ -46,7 +48,7 @@ def _end_to_end(made: Receipt) -> str:
                 f"{found['ttft_ms']:.1f} ms",
             ])  # fmt: skip
     for name, found in made.results.get("peers", {}).items():
-        rows.append([name, f"{found['itl_ms']:.3f} ms", f"{found['tokens_per_s']:.0f}", _percent(found["mbu"]) if found.get("mbu") else "", "", f"{found['ttft_ms']:.1f} ms"])
+        rows.append([PEERS.get(name, name), f"{found['itl_ms']:.3f} ms", f"{found['tokens_per_s']:.0f}", _percent(found["mbu"]) if found.get("mbu") else "", "", f"{found['ttft_ms']:.1f} ms"])
     table = _table(["Engine", "a token", "tokens/s", "of the read ceiling", "of the data sheet", f"first token ({p['prompt_tokens']} in)"], rows, made)
     return (
         f"Weights of the 7B's shapes, batch {p['batch']}, {p['prompt_tokens']} prompt tokens, {p['gen_tokens']} generated, greedy, default clocks. The read "
@@ -73,7 +75,20 @@ def _context(made: Receipt) -> str:
     return _table(["Tokens held", *(f"`{name}`, a token, of the ceiling" for name in engines)], rows, made)
 
 
-_PARTS = {"e2e": _end_to_end, "gemv": _gemv, "context": _context}
+def _prefill(made: Receipt) -> str:
+    """First tokens by the prompt's length, the products of all layers alone, and cuBLAS in FP16 beside them where it was measured."""
+    found = made.results["engines"]["graph"]
+    rows = []
+    for n, first in found["lengths"].items():
+        alone = found["products"].get(n, {})
+        rows.append([
+            f"{int(n):,}", f"{first['cold_ms']:,.1f} ms", f"{first['ttft_ms']:,.1f} ms", f"{first['tokens_per_s']:,.0f}",
+            *(f"{alone[key]:.2f} ms" if key in alone else "" for key in ("cold_ms", "cublas_cold_ms")),
+        ])  # fmt: skip
+    return _table(["Prompt, tokens", "first token, cold", "sustained", "tokens/s", "products alone, cold", "the same by cuBLAS in FP16"], rows, made)
+
+
+_PARTS = {"e2e": _end_to_end, "gemv": _gemv, "context": _context, "prefill": _prefill}
 
 
 def readme_with(text: str, measured: str) -> str:

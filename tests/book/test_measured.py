@@ -42,12 +42,15 @@ def test_no_receipt_is_an_error(folder):
 def test_every_number_comes_from_a_receipt(folder):
     engine = {"itl_ms": 1.5, "tokens_per_s": 666.6, "mbu": 0.65, "datasheet_share": 0.6, "ttft_ms": 20.04}
     peer = {"itl_ms": 3.5, "tokens_per_s": 285.7, "mbu": None, "ttft_ms": 50.0}
-    write(folder, "e2e", {"ceiling_gb_s": 4500.4, "engines": {"graph": engine, "eager": {**engine, "itl_ms": 1.625}}, "peers": {"llama.cpp": peer}})
+    write(folder, "e2e", {"ceiling_gb_s": 4500.4, "engines": {"graph": engine, "eager": {**engine, "itl_ms": 1.625}}, "peers": {"llama.cpp": peer, "torch": peer}})
     write(folder, "gemv", {"shapes": {"down": {"rows": 3584, "cols": 18944, "us": 9.5, "gb_s": 3682.4, "mbu": 0.8123}}})
     write(folder, "context", {"engines": {"graph": {"512": {"itl_ms": 1.5, "mbu": 0.65}, "4096": {"itl_ms": 1.75, "mbu": 0.6}}}})
+    first, product = {"cold_ms": 43.21, "ttft_ms": 48.76, "tokens_per_s": 42040.1}, {"cold_ms": 36.125, "cublas_cold_ms": 36.5}
+    write(folder, "prefill", {"engines": {"graph": {"lengths": {"16": first, "2048": first}, "products": {"2048": product}}}})
     text = measured.measured_markdown()
-    assert "4,500 GB/s" in text and text.count("A CARD") == 3 and "`nanoqwen bench gemv`" in text
+    assert "| 2,048 | 43.2 ms | 48.8 ms | 42,040 | 36.12 ms | 36.50 ms |" in text and "| 16 | 43.2 ms | 48.8 ms | 42,040 |  |  |" in text
+    assert "4,500 GB/s" in text and text.count("A CARD") == 4 and "`nanoqwen bench gemv`" in text
     assert "| `graph` | 1.500 ms | 667 | 65.0% | 60.0% | 20.0 ms |" in text and text.index("`graph`") < text.index("`eager`")
-    assert "| llama.cpp | 3.500 ms | 286 |  |  | 50.0 ms |" in text
+    assert "| llama.cpp | 3.500 ms | 286 |  |  | 50.0 ms |" in text and f"| {measured.PEERS['torch']} | 3.500 ms" in text
     assert "| down | 3,584 x 18,944 | 9.50 us | 3,682 | 81.2% |" in text
     assert "| 4,096 | 1.750 ms, 60.0% |" in text
