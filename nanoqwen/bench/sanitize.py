@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -172,21 +172,32 @@ def sources() -> list[str]:
 
 
 def run(tools: Sequence[str], sanitizer: Path, tell: Callable[[str], None], timeout: float = TIMEOUT_S) -> tuple[dict, dict]:
-    """(results, samples) of all ``tools``. What they report is told in full as soon as it is known."""
+    """(results, samples) of all ``tools``. What each reports is told in full as soon as it has ended, whatever becomes of the others.
+
+    Raises DeviceError when one of them could not be run to its end: the reasons of all those, in one line.
+    """
     from nanoqwen.bench.sanitize_run import CASES
 
-    version, names, results, samples, kernels = version_of(sanitizer), kernel_names(), {}, {}, []
+    version, names, results, samples, kernels, broken = version_of(sanitizer), kernel_names(), {}, {}, [], []
     with ThreadPoolExecutor(len(tools)) as pool:  # each is a process of its own, and most of its time is the tool's own work on the host
-        running = {tool: pool.submit(run_tool, tool, sanitizer, names, timeout) for tool in tools}
-    for tool in tools:
-        outcome, launched, seconds = running[tool].result()
-        kernels = launched["launched"] or kernels
-        results[tool] = {**outcome.as_dict(), "seconds": round(seconds, 1)}
-        samples[tool] = {"summary": outcome.summary, "reports": outcome.reports}
-        tell(f"{tool}: {outcome.errors} errors, {outcome.warnings} warnings, {outcome.probes} driver probes, {seconds:.1f} s ({outcome.summary})")
-        for report in outcome.reports:
-            tell(report)
-    return {"sanitizer": version, "tools": results, "kernels": kernels, "cases": list(CASES)}, samples
+        running = {pool.submit(run_tool, tool, sanitizer, names, timeout): tool for tool in tools}
+        for done in as_completed(running):
+            tool = running[done]
+            try:
+                outcome, launched, seconds = done.result()
+            except DeviceError as error:
+                broken.append(str(error))
+                continue
+            kernels = launched["launched"] or kernels
+            results[tool] = {**outcome.as_dict(), "seconds": round(seconds, 1)}
+            samples[tool] = {"summary": outcome.summary, "reports": outcome.reports}
+            tell(f"{tool}: {outcome.errors} errors, {outcome.warnings} warnings, {outcome.probes} driver probes, {seconds:.1f} s ({outcome.summary})")
+            for report in outcome.reports:
+                tell(report)
+    if broken:
+        raise DeviceError("; ".join(broken))
+    in_order = {tool: results[tool] for tool in tools}
+    return {"sanitizer": version, "tools": in_order, "kernels": kernels, "cases": list(CASES)}, {tool: samples[tool] for tool in tools}
 
 
 def main(arguments: list[str] | None = None) -> int:

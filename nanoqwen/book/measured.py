@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from nanoqwen.bench.receipts import receipts_folder
+from nanoqwen.book.facts import quoted
 from nanoqwen.book.receipts import Receipt, available, receipt
 from nanoqwen.errors import InputError
 
@@ -16,8 +17,6 @@ BEGIN, END = "<!-- measured: written by python -m nanoqwen.book.measured -->", "
 #: Shapes in the order of a decode step: name in gemv.json, words.
 SHAPES = (("qkv", "q, k, v"), ("o", "o"), ("gate_up", "gate, up"), ("down", "down"), ("lm_head", "output head (FP16)"))
 ENGINES = ("persistent", "graph", "eager")
-#: What the tables call a peer; others go by their name in the receipt.
-PEERS = {"torch": "PyTorch INT4, compiled step"}
 
 
 def measured_markdown() -> str:
@@ -47,8 +46,9 @@ def _end_to_end(made: Receipt) -> str:
                 f"`{name}`", f"{found['itl_ms']:.3f} ms", f"{found['tokens_per_s']:.0f}", _percent(found["mbu"]), _percent(share) if share else "",
                 f"{found['ttft_ms']:.1f} ms",
             ])  # fmt: skip
+    labels = {row["of"]: row["label"] for row in quoted()["to_measure"]}
     for name, found in made.results.get("peers", {}).items():
-        rows.append([PEERS.get(name, name), f"{found['itl_ms']:.3f} ms", f"{found['tokens_per_s']:.0f}", _percent(found["mbu"]) if found.get("mbu") else "", "", f"{found['ttft_ms']:.1f} ms"])
+        rows.append([labels.get(f"peers.{name}", name), f"{found['itl_ms']:.3f} ms", f"{found['tokens_per_s']:.0f}", _percent(found["mbu"]) if found.get("mbu") else "", "", f"{found['ttft_ms']:.1f} ms"])
     table = _table(["Engine", "a token", "tokens/s", "of the read ceiling", "of the data sheet", f"first token ({p['prompt_tokens']} in)"], rows, made)
     return (
         f"Weights of the 7B's shapes, batch {p['batch']}, {p['prompt_tokens']} prompt tokens, {p['gen_tokens']} generated, greedy, default clocks. The read "

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import pytest
+from chapter import Chapter
 
 from nanoqwen import kv
-from nanoqwen.config import Dims, load_settings, repo_root
+from nanoqwen.config import Dims, load_settings
 from nanoqwen.model import bytes_per_token, schema
+
+CHAPTER = Chapter("04_paged_kv")
+prose = CHAPTER.prose
 
 SETTINGS, DIMS = load_settings(), Dims.qwen2_5_coder_7b()
 SPEC, GROUP = SETTINGS.kv, SETTINGS.quant.group
@@ -18,11 +21,6 @@ ROW_KIB = DIMS.kv_size * SPEC.value_bytes // 1024
 POOLS = 2 * DIMS.num_layers
 ROW_BYTES = DIMS.head_dim * SPEC.value_bytes
 SMALL = Dims(24, 896, 4864, 14, 2, 64, 151936, 32768, tied=True)  # Qwen2.5-0.5B
-
-
-def prose() -> str:
-    cells = json.loads((repo_root() / "notebooks/04_paged_kv.ipynb").read_text(encoding="utf-8"))["cells"]
-    return " ".join(" ".join("".join(c["source"]).split()) for c in cells if c["cell_type"] == "markdown")
 
 
 @pytest.mark.parametrize(

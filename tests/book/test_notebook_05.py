@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
+from chapter import Chapter
 
 from nanoqwen import kv
 from nanoqwen.book.facts import limit_ms, quoted
-from nanoqwen.config import Dims, data_path, load_settings, repo_root
+from nanoqwen.config import Dims, data_path, load_settings
 from nanoqwen.lessons.barriers import KERNELS, LENGTHS, SOURCE, UNJOINED
 from nanoqwen.warpmodel import explore, ring
 from nanoqwen.warpmodel.lessons import LESSONS, PAGE_TOKENS, lesson, verdict
 
+CHAPTER = Chapter("05_paged_attention")
+cells, prose = CHAPTER.cells, CHAPTER.prose
+
 SETTINGS, DIMS = load_settings(), Dims.qwen2_5_coder_7b()
 PAGE = SETTINGS.kv.page_tokens
-NOTEBOOK = repo_root() / "notebooks/05_paged_attention.ipynb"
 SHIPPED = data_path("kernels", "decode", "paged_attention.cu").read_text(encoding="utf-8")
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen", "fourteen")
-
-
-def cells() -> list[dict]:
-    return json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
-
-
-def prose() -> str:
-    return " ".join(" ".join("".join(c["source"]).split()) for c in cells() if c["cell_type"] == "markdown")
 
 
 def stored(name: str) -> str:

@@ -7,6 +7,7 @@ import json
 import re
 
 import pytest
+from chapter import Chapter
 
 from nanoqwen.bench.launching import VARIANTS
 from nanoqwen.book.facts import quoted
@@ -15,19 +16,14 @@ from nanoqwen.book.source import show
 from nanoqwen.config import Dims, load_settings, repo_root
 from nanoqwen.cuda.constants import BUNDLE, LaunchShape, int4_block_bytes, streams
 
+CHAPTER = Chapter("06_eager_graph")
+cells, prose = CHAPTER.cells, CHAPTER.prose
+
 DIMS, PAGE = Dims.qwen2_5_coder_7b(), load_settings().kv.page_tokens
 REPORTED = {row["engine"]: row["ms_per_token"] for row in quoted()["articles"]["rows"]}
 STORY_US = {engine: ms / (10 * DIMS.num_layers) * 1e3 for engine, ms in REPORTED.items()}
 LOOP = show("nanoqwen/cuda/decode.py", "decode_launches").code.split("for i, layer in enumerate")[1]
 IN_LAYER = len(re.findall(r'\b(?:add|gemv)\(\s*"', LOOP))
-
-
-def cells() -> list[dict]:
-    return json.loads((repo_root() / "notebooks/06_eager_graph.ipynb").read_text(encoding="utf-8"))["cells"]
-
-
-def prose() -> str:
-    return " ".join(" ".join("".join(c["source"]).split()) for c in cells() if c["cell_type"] == "markdown")
 
 
 @pytest.mark.parametrize(

@@ -5,33 +5,23 @@
 
 from __future__ import annotations
 
-import json
 
 import numpy as np
 import pytest
+from chapter import Chapter
 
 from nanoqwen.bench.receipts import read_receipt, receipts_folder
 from nanoqwen.book.facts import facts
-from nanoqwen.config import Dims, repo_root
+from nanoqwen.config import Dims
 from nanoqwen.cuda.constants import BUNDLE, TILE_ROWS, int4_block_bytes
 from nanoqwen.lessons.gemv import BUNDLE_BYTES, GROUP, LANE_WEIGHTS, PATHS, matrix_bytes, shapes
+
+CHAPTER = Chapter("07_unpack_paths")
+cells, prose, source = CHAPTER.cells, CHAPTER.prose, CHAPTER.source
 
 DIMS = Dims.qwen2_5_coder_7b()
 NAMES = [path.name for path in PATHS]
 LARGE = ("gate", "up", "down")
-
-
-def cells() -> list[dict]:
-    return json.loads((repo_root() / "notebooks/07_unpack_paths.ipynb").read_text(encoding="utf-8"))["cells"]
-
-
-def prose() -> str:
-    return " ".join(" ".join("".join(c["source"]).split()) for c in cells() if c["cell_type"] == "markdown")
-
-
-def source(name: str) -> str:
-    (found,) = (c["source"] for c in cells() if c["id"] == name)
-    return "".join(found)
 
 
 @pytest.fixture(scope="module")

@@ -5,43 +5,29 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import numpy as np
 import pytest
+from chapter import Chapter
 
 from nanoqwen import book
 from nanoqwen.bench.receipts import read_receipt, receipts_folder
 from nanoqwen.book import receipt
 from nanoqwen.book.facts import quoted
-from nanoqwen.config import Dims, repo_root
+from nanoqwen.config import Dims
 from nanoqwen.cuda import attention_plan
 from nanoqwen.cuda import prefill_plan as planner
 from nanoqwen.cuda.constants import PREFILL_CHUNK, TILE_ROWS, int4_block_bytes
 from nanoqwen.ladder import layouts
 
+CHAPTER = Chapter("08_prefill_tensor_cores")
+cells, prose, source, has = CHAPTER.cells, CHAPTER.prose, CHAPTER.source, CHAPTER.has
+
 DIMS, GROUP, SMS = Dims.qwen2_5_coder_7b(), 128, 132
 PEAK = 1979e12 / 2
 SHAPES = planner.shapes(DIMS)
 WEIGHTS = DIMS.num_layers * sum(rows * cols for rows, cols in SHAPES.values())
-
-
-def cells() -> list[dict]:
-    return json.loads((repo_root() / "notebooks/08_prefill_tensor_cores.ipynb").read_text(encoding="utf-8"))["cells"]
-
-
-def prose() -> str:
-    return " ".join(" ".join("".join(c["source"]).split()) for c in cells() if c["cell_type"] == "markdown")
-
-
-def source(name: str) -> str:
-    (found,) = (c["source"] for c in cells() if c["id"] == name)
-    return "".join(found)
-
-
-def has(name: str) -> bool:
-    return any(c["id"] == name for c in cells())
 
 
 @pytest.fixture(scope="module")

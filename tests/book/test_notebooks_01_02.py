@@ -5,14 +5,14 @@ A number in a sentence cannot fail by itself when a constant changes; here it do
 
 from __future__ import annotations
 
-import json
 from functools import lru_cache
 from math import factorial
 
 import pytest
+from chapter import Chapter
 
 from nanoqwen.book.facts import limit_ms, quoted
-from nanoqwen.config import Dims, load_settings, repo_root
+from nanoqwen.config import Dims, load_settings
 from nanoqwen.model import bytes_per_token, flops_per_token, kv_bytes_per_token, schema
 from nanoqwen.packwriter import plan
 
@@ -30,16 +30,6 @@ CHAPTERS = ("01_decode_step", "02_pack_format")
 
 
 @lru_cache
-def cells(chapter: str) -> list[dict]:
-    path = repo_root() / "notebooks" / f"{chapter}.ipynb"
-    return json.loads(path.read_text(encoding="utf-8"))["cells"]
-
-
-def prose(chapter: str) -> str:
-    """All Markdown of a chapter, line breaks as spaces."""
-    return " ".join(" ".join("".join(c["source"]).split()) for c in cells(chapter) if c["cell_type"] == "markdown")
-
-
 @pytest.mark.parametrize(
     "sentence",
     [
@@ -64,11 +54,11 @@ def prose(chapter: str) -> str:
     ],
 )
 def test_numbers_in_chapter_1(sentence):
-    assert sentence in prose("01_decode_step")
+    assert sentence in Chapter("01_decode_step").prose()
 
 
 def test_numbers_in_words_in_chapter_1():
-    text = prose("01_decode_step")
+    text = Chapter("01_decode_step").prose()
     a_block = (COUNT["int4"] + COUNT["scales"]) / DIMS.num_layers
     assert "as much as nine blocks" in text and round(COUNT["lm_head"] / a_block) == 9
     assert "A quarter of it is the output head" in text and 0.23 < COUNT["lm_head"] / COUNT["total"] < 0.27
@@ -102,11 +92,11 @@ def test_numbers_in_words_in_chapter_1():
     ],
 )
 def test_numbers_in_chapter_2(sentence):
-    assert sentence in prose("02_pack_format")
+    assert sentence in Chapter("02_pack_format").prose()
 
 
 def test_numbers_in_words_in_chapter_2():
-    text = prose("02_pack_format")
+    text = Chapter("02_pack_format").prose()
     plain = 2 * DIMS.vocab * DIMS.hidden * 2
     assert "Two fifths of the file are not quantised" in text and 0.38 < plain / FILE < 0.42
     assert "fourteen lines" in text and DIMS.hidden // 2 == 14 * SETTINGS.format.align_bytes
@@ -118,7 +108,7 @@ def test_numbers_in_words_in_chapter_2():
 @pytest.mark.parametrize("chapter", CHAPTERS)
 def test_code_fits_the_column(chapter):
     """A line that is longer than the page's code box is cut off on paper and hidden on a screen. Folded cells may be wider."""
-    for cell in cells(chapter):
+    for cell in Chapter(chapter).cells():
         folded = "hide-input" in cell["metadata"].get("tags", [])
         if cell["cell_type"] == "code" and not folded:
             for line in "".join(cell["source"]).splitlines():
@@ -128,8 +118,8 @@ def test_code_fits_the_column(chapter):
 @pytest.mark.parametrize("chapter", CHAPTERS)
 def test_shape_of_a_chapter(chapter):
     """The drawing first, then a prediction before anything is computed, a takeaway, and exercises with folded answers."""
-    sources = ["".join(c["source"]) for c in cells(chapter)]
+    sources = ["".join(c["source"]) for c in Chapter(chapter).cells()]
     where = [next(i for i, s in enumerate(sources) if mark in s) for mark in ("book.token_path(", ":class: predict", ":class: takeaway", "## Exercises")]
     assert where == sorted(where) and where[0] == 1
-    answers = [c for c in cells(chapter)[where[-1] :] if c["cell_type"] == "code"]
+    answers = [c for c in Chapter(chapter).cells()[where[-1] :] if c["cell_type"] == "code"]
     assert len(answers) >= 4 and all("hide-cell" in c["metadata"]["tags"] and c["outputs"] for c in answers)

@@ -9,6 +9,7 @@ import cardkit
 import numpy as np
 import pytest
 from kernelmodels import MODELS, SEVEN
+from wgmmatext import wrapper
 
 from nanoqwen.config import data_path
 from nanoqwen.cuda import attention_plan as plan
@@ -54,16 +55,9 @@ def test_the_products_are_spelled_out_as_the_instruction_wants_them():
 
 
 def spelled(n: int) -> str:
-    r = n // 2
-    names = [f"%{i}" for i in range(r)]
-    lines = "".join(f'"{", ".join(names[i : i + 16])}{", " if i + 16 < r else ""}" ' for i in range(0, r, 16))
-    outs = ", ".join(f'"+f"(d[{k}])' for k in range(r))
-    return (
-        f"template <bool kAdd, bool kTransposed> __device__ __forceinline__ void attention_wgmma(float (&d)[{r}], const u32 (&a)[4], u64 b) {{ asm volatile( "
-        f'"{{.reg .pred add; setp.ne.u32 add, %{r + 5}, 0;\\n" "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.f16.f16 {{" {lines}'
-        f'"}}, {{%{r}, %{r + 1}, %{r + 2}, %{r + 3}}}, %{r + 4}, add, 1, 1, %{r + 6};}}\\n" '
-        f': {outs} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(static_cast<int>(kAdd)), "n"(static_cast<int>(kTransposed))); }}'
-    )
+    flags, switches = n // 2 + 5, ('"n"(static_cast<int>(kAdd))', '"n"(static_cast<int>(kTransposed))')
+    template = "template <bool kAdd, bool kTransposed> "
+    return wrapper(template, "attention_wgmma", n, clear=f"setp.ne.u32 add, %{flags}, 0", transposed=f"%{flags + 1}", more=switches)
 
 
 # ---------------------------------------------------------------------------------------------------------- index arithmetic

@@ -9,6 +9,7 @@ import cardkit
 import numpy as np
 import pytest
 from kernelmodels import MODELS, SEVEN
+from wgmmatext import wrapper
 
 from nanoqwen.config import Dims, data_path
 from nanoqwen.cuda import prefill_plan as plans
@@ -183,16 +184,7 @@ def test_the_wide_products_are_spelled_out_as_the_instruction_wants_them():
 
 
 def spelled(n: int) -> str:
-    registers = n // 2
-    names = [f"%{i}" for i in range(registers)]
-    lines = "".join(f'"{", ".join(names[i : i + 16])}{", " if i + 16 < registers else ""}" ' for i in range(0, registers, 16))
-    outs = ", ".join(f'"+f"(d[{k}])' for k in range(registers))
-    return (
-        f"__device__ __forceinline__ void wgmma(float (&d)[{registers}], const u32 (&a)[4], u64 b) {{ asm volatile( "
-        f'"{{.reg .pred add; setp.eq.u32 add, 0, 0;\\n" "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.f16.f16 {{" {lines}'
-        f'"}}, {{%{registers}, %{registers + 1}, %{registers + 2}, %{registers + 3}}}, %{registers + 4}, add, 1, 1, 0;}}\\n" '
-        f': {outs} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)); }}'
-    )
+    return wrapper("", "wgmma", n, clear="setp.eq.u32 add, 0, 0", transposed="0")
 
 
 # ------------------------------------------------------------------------------------ on a card that numpy plays

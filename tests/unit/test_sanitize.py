@@ -185,6 +185,17 @@ def test_main_writes_no_receipt_when_something_was_found(tmp_path, monkeypatch, 
     assert "1 errors, 1 warnings" in said.out and "[508 hazards]" in said.out and "no receipt" in said.err
 
 
+def test_what_one_tool_found_is_told_when_another_breaks_down(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("nanoqwen.bench.prepare.hopper_problem", lambda: None)
+    monkeypatch.setattr(sanitize, "kernel_names", lambda: ["a"])
+    monkeypatch.setattr(sanitize, "write_receipt", lambda *a, **k: pytest.fail("written"))
+    fake = fake_sanitizer(tmp_path, f"if 'memcheck' in sys.argv: sys.exit('broken')\nanswer(['a'], ['a'])\nprint({RACE!r} if 'racecheck' in sys.argv else {PROBE!r})")
+    assert sanitize.main(["--sanitizer", str(fake)]) == 2
+    said = capsys.readouterr()
+    assert "racecheck: 1 errors" in said.out and "synccheck: 0 errors" in said.out and "memcheck:" not in said.out
+    assert said.err.count("\n") == 1 and "ended without a summary" in said.err
+
+
 def test_main_writes_a_receipt_of_a_clean_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("nanoqwen.bench.prepare.hopper_problem", lambda: None)
     monkeypatch.setattr(sanitize, "kernel_names", lambda: ["a"])
