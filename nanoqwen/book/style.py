@@ -80,8 +80,8 @@ def to_svg(fig: MplFigure, slug: str) -> str:
     text = re.sub(r"<!--.*?-->\s*", "", text, flags=re.DOTALL)
     # matplotlib's rule for joins is meant for its own file; inside a page it would apply to everything. display.py says it again.
     text = re.sub(r"<defs>\s*<style[^>]*>.*?</style>\s*</defs>\s*", "", text, flags=re.DOTALL)
-    # A hundredth of a point is finer than any screen, and keeps the page small.
-    text = re.sub(r"-?\d+\.\d{3,}", lambda m: f"{float(m.group()):.2f}".rstrip("0").rstrip("."), text)
+    # A hundredth of a point is finer than any screen, and keeps the page small. Labels stand between tags and keep their digits.
+    text = re.sub(r"<[^>]*>", lambda tag: re.sub(r"-?\d+\.\d{3,}", lambda m: f"{float(m.group()):.2f}".rstrip("0").rstrip("."), tag.group()), text)
     # Labels take the font of the page; the size stays. matplotlib writes both as one CSS shorthand.
     text = re.sub(r"(font:[^;\"]*?\d(?:\.\d+)?px)[^;\"]*", r"\1 var(--nq-figure-font, sans-serif)", text)
     text = re.sub(r"font-family:[^;\"]*", "font-family: var(--nq-figure-font, sans-serif)", text)

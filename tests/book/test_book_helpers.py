@@ -167,6 +167,17 @@ def test_a_plot_follows_the_theme_and_keeps_its_labels_as_text():
     assert "<code>bench</code>" in markup
 
 
+def test_coordinates_are_rounded_and_labels_are_not():
+    pytest.importorskip("matplotlib")
+    fig = plot()
+    fig.axes[0].set_xlabel("the host: -0.0017 ms < 12.3456")
+    markup = book.figure(fig, title="Digits", alt="Four bars of 0.1234 ms.")._repr_html_()
+    tags = Tags(markup)
+    assert "the host: -0.0017 ms < 12.3456" in tags.texts and dict(next(a for t, a in tags.attributes if t == "svg"))["aria-label"] == "Four bars of 0.1234 ms."
+    drawn = "".join(value for tag, attributes in tags.attributes if tag == "path" for value in attributes.values())
+    assert re.search(r"\d\.\d", drawn) and not re.search(r"\.\d{3}", drawn)
+
+
 def test_a_plot_is_the_same_twice_and_its_ids_are_its_own():
     pytest.importorskip("matplotlib")
     first, second, other = (book.figure(plot(), title=t, alt="Bars.")._repr_html_() for t in ("One", "One", "Two"))
