@@ -50,7 +50,7 @@ def test_without_the_package_there_is_one_line(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_file_is_what_its_reader_expects(tmp_path, tied):
-    pytest.importorskip("gguf", reason="the package gguf is not installed: the file is not written here")
+    pytest.importorskip("gguf", reason="gguf is not installed: the test extra brings it")
     path, dims = tmp_path / "model.gguf", dataclasses.replace(SMALL, tied=tied)
     size = synthetic_gguf.write(path, dims, "small")
     assert path.stat().st_size == size and list(tmp_path.iterdir()) == [path]
