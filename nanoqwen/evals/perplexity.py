@@ -58,9 +58,11 @@ class Score:
 
     @property
     def bits_per_byte(self) -> float:
+        """The loss in bits, a byte of UTF-8: comparable between tokenizers."""
         return self.loss / math.log(2) / self.bytes
 
     def as_dict(self) -> dict:
+        """For JSON. ``loss`` is nats a predicted token here."""
         return {
             "name": self.name, "loss": self.mean_loss, "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte,
             "tokens": self.tokens, "bytes": self.bytes,
@@ -105,10 +107,14 @@ def check_protocol(window: int, stride: int, context: int) -> None:
 def score_texts(
     model: ReferenceModel | Engine, texts: Sequence[Text], *, window: int = WINDOW, stride: int = STRIDE, progress: Progress | None = None
 ) -> list[Score]:
-    """The score of each text: a model takes whole windows at once, an engine one token at a time. ``progress`` is called as (tokens predicted, tokens in all, name of the text).
+    """A Score for each text, in their order: losses in nats, summed over the len(ids) - 1 tokens that are predicted, in float64.
 
-    Raises InputError for a protocol that does not fit (``check_protocol``), a text of fewer than two tokens, and an id that the model
-    has no row for; NonFiniteError when the model yields NaN or infinity.
+    A model takes whole windows at once and gives float32 logits [tokens, vocab]; an engine is asked for float32 logits [vocab], one token at a time, and
+    what it held is dropped. ``window`` and ``stride`` are tokens. ``progress`` is called after each window as (tokens predicted so far, tokens to predict in
+    all texts, name of the text).
+
+    Raises InputError, before anything is computed, for a protocol that does not fit (``check_protocol``), a text of fewer than two tokens, and an id that
+    the model has no row for; NonFiniteError when the model yields NaN or infinity; and what an engine raises, such as DeviceError.
     """
     check_protocol(window, stride, model.context_limit)
     loss_of = stepped_loss if isinstance(model, Engine) else window_loss
