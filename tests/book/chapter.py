@@ -21,9 +21,6 @@ class Chapter:
         """All Markdown, line breaks as spaces."""
         return " ".join(" ".join("".join(c["source"]).split()) for c in self.cells() if c["cell_type"] == "markdown")
 
-    def has(self, cell: str) -> bool:
-        return any(c["id"] == cell for c in self.cells())
-
     def source(self, cell: str) -> str:
         (found,) = (c["source"] for c in self.cells() if c["id"] == cell)
         return "".join(found)

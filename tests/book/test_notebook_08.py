@@ -22,7 +22,7 @@ from nanoqwen.cuda.constants import PREFILL_CHUNK, TILE_ROWS, int4_block_bytes
 from nanoqwen.ladder import layouts
 
 CHAPTER = Chapter("08_prefill_tensor_cores")
-cells, prose, source, has = CHAPTER.cells, CHAPTER.prose, CHAPTER.source, CHAPTER.has
+cells, prose, source = CHAPTER.cells, CHAPTER.prose, CHAPTER.source
 
 DIMS, GROUP, SMS = Dims.qwen2_5_coder_7b(), 128, 132
 PEAK = 1979e12 / 2
@@ -37,10 +37,7 @@ def counted() -> dict:
 
 @pytest.fixture(scope="module")
 def engine() -> dict:
-    path = receipts_folder() / "prefill.json"
-    if not path.exists():
-        pytest.skip("nothing was measured yet: nanoqwen bench prefill synthetic:7b --engine graph --receipt, on a Hopper card")
-    (found,) = read_receipt(path)["results"]["engines"].values()
+    (found,) = read_receipt(receipts_folder() / "prefill.json")["results"]["engines"].values()
     return found
 
 
@@ -179,8 +176,7 @@ def test_a_chunk_is_some_two_hundred_launches():
     calls = len(re.findall(r"\badd\(|\bproduct\(\"", layer))
     assert calls == 8 and 190 < 2 + calls * DIMS.num_layers < 240
     assert "A chunk is some two hundred launches, eight in each layer" in prose()
-    if has("reasons-run"):
-        assert "LAUNCHES = 4 * layers" in source("reasons-run"), "beside the four products"
+    assert "LAUNCHES = 4 * layers" in source("reasons-run"), "beside the four products"
 
 
 def test_shape_of_the_chapter():
@@ -256,8 +252,7 @@ def test_what_it_says_about_targets(engine, measured):
 
 
 def test_what_it_says_about_the_vendor(engine):
-    row = engine["products"].get(str(PREFILL_CHUNK), {})
-    if "cublas_ms" in row:
-        assert row["cublas_ms"] > 0.85 * row["ms"] and "for a full chunk nearly all of it hides under the products" in prose()
-        packed = WEIGHTS // (TILE_ROWS * GROUP) * int4_block_bytes(GROUP) + 2 * 2 * DIMS.vocab * DIMS.hidden
-        assert 2 * WEIGHTS > packed and "more memory than the whole packed model" in prose()
+    row = engine["products"][str(PREFILL_CHUNK)]
+    assert row["cublas_ms"] > 0.85 * row["ms"] and "for a full chunk nearly all of it hides under the products" in prose()
+    packed = WEIGHTS // (TILE_ROWS * GROUP) * int4_block_bytes(GROUP) + 2 * 2 * DIMS.vocab * DIMS.hidden
+    assert 2 * WEIGHTS > packed and "more memory than the whole packed model" in prose()

@@ -5,7 +5,6 @@ A number in a sentence cannot fail by itself when a constant changes; here it do
 
 from __future__ import annotations
 
-from functools import lru_cache
 from math import factorial
 
 import pytest
@@ -29,7 +28,6 @@ SMALL = Dims(24, 896, 4864, 14, 2, 64, 151936, 32768, tied=True)  # Qwen2.5-0.5B
 CHAPTERS = ("01_decode_step", "02_pack_format")
 
 
-@lru_cache
 @pytest.mark.parametrize(
     "sentence",
     [

@@ -8,12 +8,12 @@ import types
 import cardkit
 import numpy as np
 import pytest
-from kernelmodels import MODELS, SEVEN
+from kernelmodels import MODELS, SEVEN, prefill_log
 from wgmmatext import wrapper
 
 from nanoqwen.config import data_path
 from nanoqwen.cuda import attention_plan as plan
-from nanoqwen.cuda.constants import LaunchShape, constants_header
+from nanoqwen.cuda.compile import parse_resources
 from nanoqwen.ladder import layouts
 
 PAGE, QUERIES, SHARED_A_CTA = 16, 64, 227 * 1024
@@ -26,11 +26,7 @@ def header(name: str) -> str:
 @pytest.mark.parametrize("model", MODELS)
 def test_the_host_knows_the_shape_of_the_kernels(model):
     """Threads, shared memory, cluster and tiles, as the compiler sees them; and the assembler lets no product wait for itself, which it says in a warning."""
-    nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC is not installed: the test extra brings it on Linux")
-    from nanoqwen.cuda import compile as compiling
-
-    dims, group = MODELS[model]
-    room = data_path("kernels")
+    dims, _ = MODELS[model]
     facts = (
         f"kAttentionThreads == {plan.ATTENTION_THREADS} && kStages == {plan.STAGES} && kStep == {plan.STEP} && kSpread == {plan.CLUSTER} && kPageTokens == {PAGE}",
         f"sizeof(AttentionShared) == {plan.attention_shared_bytes(dims)} && sizeof(TensorMap) == 128 && alignof(TensorMap) == 64",
@@ -38,9 +34,8 @@ def test_the_host_knows_the_shape_of_the_kernels(model):
         "sizeof(AttentionShared::joined) <= sizeof(AttentionShared::keys) + sizeof(AttentionShared::values)",
     )
     text = header("attention.cu") + "".join(f"static_assert({fact});\n" for fact in facts)
-    headers = {p.name: p.read_text(encoding="utf-8") for folder in ("common", "prefill") for p in (room / folder).glob("*.cuh")}
-    _, log = compiling._compile(nvrtc, "attention.cu", text, headers | {"constants.cuh": constants_header(dims, group, LaunchShape(132))})
-    use = compiling.parse_resources(log)
+    log = prefill_log(model, "attention.cu", text)
+    use = parse_resources(log)
     assert set(use) == set(plan.ATTENTIONS) and "warning" not in log.lower() and "C75" not in log
     # setmaxnreg moves registers between warpgroups: what the launch gave all three is what the roles share.
     roles = {name: int(re.search(rf"{name} = (\d+)", header("attention_steps.cuh"))[1]) for name in ("kConsumerRegisters", "kProducerRegisters")}
