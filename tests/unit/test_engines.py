@@ -10,7 +10,6 @@ import sys
 import numpy as np
 import pytest
 import tiny
-import torch
 
 from nanoqwen import engines, model
 from nanoqwen.engines import ENGINES, HOPPER, available_engines, open_engine
