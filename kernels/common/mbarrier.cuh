@@ -54,11 +54,48 @@ __device__ __forceinline__ void bulk_copy(u32 shared, const void* global, u32 by
 __device__ __forceinline__ void bulk_copy(void* shared, const void* global, u32 bytes, Barrier* b) { bulk_copy(shared_address(shared), global, bytes, shared_address(b)); }
 
 // The same with a cache policy for L2 (ptx.cuh).
+__device__ __forceinline__ void bulk_copy(u32 shared, const void* global, u32 bytes, u32 b, u64 policy) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(shared),
+      "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(b), "l"(policy) : "memory");
+}
 __device__ __forceinline__ void bulk_copy(void* shared, const void* global, u32 bytes, Barrier* b, u64 policy) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(shared_address(shared)),
-      "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(shared_address(b)), "l"(policy) : "memory");
+  bulk_copy(shared_address(shared), global, bytes, shared_address(b), policy);
 }
 // [/mbarrier]
+
+// [refill]
+// A place in shared memory that threads have read is filled again by a copy. Two things keep the copy behind the reads, and the kernels of this folder have both.
+//   The fence   Loads and copies go through different proxies, and accesses of two proxies are ordered only across a fence: of each reader in front of the
+//               __syncwarp or arrival that says "read", or of the thread that issues the copy behind the wait that hears it. Without it, copies were seen to overtake loads
+//               (book/receipts/persistent_parts.json: refill).
+//   The loads   A load has read when its value is there, and the machine waits for that only where the value is used. So whoever says "read" (an arrival, or the
+//               copy itself in the same warp) uses it: `zero_behind` is made from a word of each load, and is added to an address or to what a condition asks.
+
+// A word of each load that filled `value`, put together: a load is as wide as the type is aligned, or wider.
+template <class T>
+__device__ __forceinline__ u32 loaded_words(const T& value) {
+  u32 all = 0;
+#pragma unroll
+  for (u32 i = 0; i < sizeof(T) / 4; i += alignof(T) / 4) all |= reinterpret_cast<const u32*>(&value)[i];
+  return all;
+}
+
+// 0 in lane 0, which neither the compiler nor the machine knows before `read` is there. One lane's use is enough: a warp waits for its loads, not a lane for its own.
+__device__ __forceinline__ u32 zero_behind(u32 read) {
+  u32 r;
+  asm volatile("and.b32 %0, %1, %2;" : "=r"(r) : "r"(read), "r"(lane_id()));
+  return r;
+}
+
+// This thread's ordinary accesses to shared memory, and those that it knows of, come before the copies that it issues behind it.
+__device__ __forceinline__ void fence_for_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Of a reader that says "read" to another thread, which has the fence behind its wait. racecheck only knows fences of readers: builds for it have both.
+template <bool kReadersFence>
+__device__ __forceinline__ void fence_of_reader() {
+  if constexpr (kReadersFence) fence_for_copies();
+}
+// [/refill]
 
 // [ring]
 // A position in a ring of kStages buffers and the parity of its barriers: one helper for both sides, so that they cannot

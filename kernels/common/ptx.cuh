@@ -23,6 +23,9 @@ __device__ __forceinline__ bool is_finite(float x) { return fabsf(x) <= kLargest
 __device__ __forceinline__ u32 lane_id() { return threadIdx.x % kWarp; }
 __device__ __forceinline__ u32 warp_id() { return threadIdx.x / kWarp; }
 
+// After it the compiler knows nothing of x but that it is an int.
+__device__ __forceinline__ void keep_opaque(int& x) { asm volatile("" : "+r"(x)); }
+
 // ---------------------------------------------------------------------------------------------- FP16
 // A half is carried as its 16 bits; arithmetic happens in FP32.
 

@@ -147,8 +147,10 @@ __device__ __forceinline__ void stream_gemv(const Weights& weights, const MakeIn
     typename Weights::Fragment held[kBundle];
 #pragma unroll
     for (int j = 0; j < kBundle; ++j) held[j] = weights.load(landed, j);
+    const int next = bundle + kStages + static_cast<int>(zero_behind(loaded_words(held)));
+    fence_for_copies();
     __syncwarp();  // all lanes hold the bundle: its place may be filled again
-    if (lane_id() == 0 && bundle + kStages < end) fill(ring.stage, bundle + kStages);
+    if (lane_id() == 0 && next < end) fill(ring.stage, next);
 #pragma unroll
     for (int j = 0; j < kBundle; ++j) {
       if (kTotal % kBundle == 0 || bundle * kBundle + j < kTotal) {

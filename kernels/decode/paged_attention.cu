@@ -99,6 +99,7 @@ paged_attention(const float* q, const u16* keys, const u16* values, const int* b
         const int count = min(kStagePages, last_page - page);
         if (page + count == pages) wait_for_previous_kernel();  // rope_append writes the new token into the last page
         barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1);
+        fence_for_copies();
         barrier_arrive_expect(&shared.full[ring.stage], count * 2 * kSliceBytes);
         for (int i = 0; i < count; ++i) {
           const size_t slice = page_row(block_table[page + i], kv_head, 0);
@@ -128,6 +129,7 @@ paged_attention(const float* q, const u16* keys, const u16* values, const int* b
     Ring<kStages> ring;
     for (int base = first_page; base < last_page; base += kStagePages, ring.advance()) {
       const int page = base + pair;
+      u32 read = 0;
       barrier_wait(&shared.full[ring.stage], ring.parity);  // all lanes: each must see the landed bytes
       if (page < last_page) {
         const u16* k_page = shared.pages[ring.stage][pair][0];
@@ -182,10 +184,14 @@ paged_attention(const float* q, const u16* keys, const u16* values, const int* b
           value_fragments(b, v_page, half * kHalfTiles + n);
           mma_f16(acc[n], pa[0], pa[1], pa[2], pa[3], b[0], b[1]);
           mma_f16(acc[n + 1], pa[0], pa[1], pa[2], pa[3], b[2], b[3]);
+          read |= b[0];
         }
+        read |= __float_as_uint(denominator);  // all scores, and so all keys, went into it
       }
+      const u32 zero = zero_behind(read);
+      fence_of_reader<kReadersFence>();
       __syncwarp();  // all lanes have read the stage before lane 0 says so
-      if (lane_id() == 0) barrier_arrive(&shared.empty[ring.stage]);
+      if (lane_id() == 0) barrier_arrive(shared_address(&shared.empty[ring.stage]) + zero);
     }
     // [/consumer]
   }

@@ -8,7 +8,7 @@
 //            are in flight on an SM.
 // Walk       0: each warp reads one contiguous stretch, as a GEMV does; 1: all warps walk over the buffer together, a chunk each. The host
 //            tries both and takes the faster.
-// Barriers   full[w][s]: 1 + bytes, lane 0 of warp w arrives (expect_tx), warp w waits. One __syncwarp a chunk: all lanes have read it.
+// Barriers   full[w][s]: 1 + bytes, lane 0 of warp w arrives (expect_tx), warp w waits. One __syncwarp a chunk: all lanes have read it (mbarrier.cuh: refill).
 // Lost       16-byte loads to registers, four in flight a thread, 4 CTAs of 256 threads an SM: a little slower than the lm_head it was
 //            to be the limit of.
 #include "constants.cuh"
@@ -54,8 +54,10 @@ extern "C" __global__ void __launch_bounds__(kCeilingWarps * kWarp, 1) ceiling(c
       const uint4 v = mine[ring.stage * kChunk + j * kWarp + lane];
       sum += v.x + v.y + v.z + v.w;
     }
+    const long long next = chunk + kCeilingStages * step + zero_behind(sum);
+    fence_for_copies();
     __syncwarp();
-    if (lane == 0 && chunk + kCeilingStages * step < end) fill(ring.stage, chunk + kCeilingStages * step);
+    if (lane == 0 && next < end) fill(ring.stage, next);
   }
   if (blockIdx.x == 0)  // what is left of a last, broken chunk
     for (long long i = whole * kChunk + threadIdx.x; i < count; i += kCeilingWarps * kWarp) sum += buffer[i].x + buffer[i].y + buffer[i].z + buffer[i].w;

@@ -15,7 +15,7 @@ import hashlib
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,15 +60,15 @@ def compile_all(constants: str, cache: Path | None = None, sources: Sequence[str
         return list(threads.map(lambda source: compile_source(source, constants, cache), sources))
 
 
-def compile_source(source: str, constants: str, cache: Path | None = None) -> Binary:
-    """Compile ``kernels/<source>`` with ``constants`` as its ``constants.cuh``.
+def compile_source(source: str, constants: str, cache: Path | None = None, written: Mapping[str, str] | None = None) -> Binary:
+    """Compile ``kernels/<source>`` with ``constants`` as its ``constants.cuh`` and, by name, the text of other ``written`` headers.
 
     ``cache`` is a folder for finished cubins, or None. Raises DeviceError in one line when NVRTC is missing or
     refuses the source; the compiler's log then lies in a file that the line names.
     """
     root = data_path("kernels")
     text = (root / source).read_text(encoding="utf-8")
-    headers = {p.name: p.read_text(encoding="utf-8") for p in sorted([*(root / "common").glob("*.cuh"), *(root / source).parent.glob("*.cuh")])} | {"constants.cuh": constants}
+    headers = {p.name: p.read_text(encoding="utf-8") for p in sorted([*(root / "common").glob("*.cuh"), *(root / source).parent.glob("*.cuh")])} | {"constants.cuh": constants, **(written or {})}
     nvrtc = _nvrtc()
     key = hashlib.sha256()
     for part in (str(nvrtc.nvrtcVersion()[1:]), *OPTIONS, source, text, *(f"{n}\0{t}" for n, t in sorted(headers.items()))):

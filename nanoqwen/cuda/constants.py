@@ -43,11 +43,12 @@ class LaunchShape:
     """How the kernels are spread over a card.
 
     ``sms`` streaming multiprocessors; the GEMV runs one CTA of ``gemv_warps`` warps on each, whose rings take as many bundles as its
-    share of shared memory allows. Attention is split ``attention_splits`` ways a KV head.
+    share of shared memory allows. Attention is split ``attention_splits`` ways a KV head. ``readers_fence``: for racecheck (kernels/common/mbarrier.cuh).
     """
 
     sms: int
     gemv_warps: int = 16
+    readers_fence: bool = False
 
     def attention_splits(self, kv_heads: int) -> int:
         """Splits of the sequence for each of ``kv_heads``: as many as give every SM one CTA."""
@@ -143,5 +144,6 @@ def constants_header(dims: Dims, group: int, shape: LaunchShape) -> str:
         values |= {f"{names[name]}Parts": stream.parts, f"{names[name]}Stages": stream.stages, f"{names[name]}Shared": stream.shared}
     lines = [f"constexpr int {name} = {value};" for name, value in values.items()]
     lines.append(f"constexpr float kRmsEps = {dims.rms_eps!r}f;" if "e" in repr(dims.rms_eps) or "." in repr(dims.rms_eps) else f"constexpr float kRmsEps = {dims.rms_eps}.0f;")
+    lines.append(f"constexpr bool kReadersFence = {str(shape.readers_fence).lower()};")
     body = "\n".join(lines)
     return f"// Written by nanoqwen/cuda/constants.py for one model and one card. Not a file: the compiler is handed this text.\n#pragma once\n\nnamespace nanoqwen {{\n\n{body}\n\n}}  // namespace nanoqwen\n"
