@@ -24,16 +24,20 @@ constexpr int kDigitMax = 127 * 256;
 constexpr int kLaneWords = kGroup / 32;  // ValueShuffle words a lane owns of one row of one group
 constexpr int kRecordBytes = 2 * kGroup + 16;
 
-// Quantise 128 consecutive values of a vector, 4 a lane: x[0..3] are elements first + 4 * lane .. + 3.
-// All 32 lanes must call it; a lane past the end of the vector passes `valid` = false and takes part with zeros.
-// Writes the digits and, once a group, its scale (with the 1/16 that undoes the weights' position in the byte).
-// NaN or infinity in a group makes its scale NaN, so that it cannot vanish on the way.
-__device__ __forceinline__ void write_digits(const float (&x)[4], int first, bool valid, u8* records) {
-  const int element = first + 4 * lane_id();
+// What a lane writes of 128 quantised values: eight bytes of a word (the high digits of an even lane's and the next lane's values, or the low ones), and the
+// group's scale.
+struct LaneDigits {
+  uint2 bytes;
+  float scale;
+};
+
+// Quantise 128 consecutive values, 4 a lane: x[0..3] are elements 4 * lane .. + 3. All 32 lanes must call it; where there is nothing they bring zeros.
+// The scale has the 1/16 that undoes the weights' position in the byte. NaN or infinity in a group makes its scale NaN, so that it cannot vanish on the way.
+__device__ __forceinline__ LaneDigits lane_digits(const float (&x)[4]) {
   float largest = 0.0f;
   bool finite = true;
   for (int i = 0; i < 4; ++i) {
-    const float magnitude = valid ? fabsf(x[i]) : 0.0f;
+    const float magnitude = fabsf(x[i]);
     finite = finite && is_finite(magnitude);
     largest = fmaxf(largest, magnitude);
   }
@@ -48,7 +52,7 @@ __device__ __forceinline__ void write_digits(const float (&x)[4], int first, boo
   // My four digits, the high bytes and the low bytes each packed in element order.
   u32 high = 0, low = 0;
   for (int i = 0; i < 4; ++i) {
-    const int q = valid ? __float2int_rn(x[i] * inverse) : 0;
+    const int q = __float2int_rn(x[i] * inverse);
     const int below = static_cast<signed char>(q & 0xFF);
     low |= static_cast<u32>(below & 0xFF) << (8 * i);
     high |= static_cast<u32>(((q - below) >> 8) & 0xFF) << (8 * i);
@@ -59,14 +63,19 @@ __device__ __forceinline__ void write_digits(const float (&x)[4], int first, boo
   const u32 received = __shfl_xor_sync(kFullMask, odd ? high : low, 1);
   const u32 front = odd ? received : high;  // elements 0..3
   const u32 back = odd ? low : received;    // elements 4..7
-  const u32 first_bytes = __byte_perm(front, back, 0x5140);   // 0, 4, 1, 5
-  const u32 second_bytes = __byte_perm(front, back, 0x7362);  // 2, 6, 3, 7
+  return {make_uint2(__byte_perm(front, back, 0x5140), __byte_perm(front, back, 0x7362)),  // 0, 4, 1, 5 and 2, 6, 3, 7
+          bad ? not_a_number() : largest * (1.0f / (16.0f * kDigitMax))};
+}
 
+// 128 values of a vector from element `first` on, into their records. A lane past the end of the vector passes `valid` = false.
+__device__ __forceinline__ void write_digits(const float (&x)[4], int first, bool valid, u8* records) {
+  const float there[4] = {valid ? x[0] : 0.0f, valid ? x[1] : 0.0f, valid ? x[2] : 0.0f, valid ? x[3] : 0.0f};
+  const LaneDigits mine = lane_digits(there);
   if (!valid) return;
-  const int group = element / kGroup, within = element % kGroup;
+  const int element = first + 4 * lane_id(), group = element / kGroup, within = element % kGroup;
   u8* record = records + group * kRecordBytes;
-  *reinterpret_cast<uint2*>(record + (odd ? kGroup : 0) + within / 8 * 8) = make_uint2(first_bytes, second_bytes);
-  if (within == 0) *reinterpret_cast<float*>(record + 2 * kGroup) = bad ? not_a_number() : largest * (1.0f / (16.0f * kDigitMax));
+  *reinterpret_cast<uint2*>(record + (lane_id() & 1 ? kGroup : 0) + within / 8 * 8) = mine.bytes;
+  if (within == 0) *reinterpret_cast<float*>(record + 2 * kGroup) = mine.scale;
 }
 
 }  // namespace nanoqwen

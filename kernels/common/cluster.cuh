@@ -18,12 +18,28 @@ __device__ __forceinline__ void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
+// The same in two halves, and without a fence: who has waited knows that every CTA of the cluster runs, and that its barriers are initialised if that was
+// followed by fence_barrier_init. Other writes are not published.
+__device__ __forceinline__ void cluster_arrive_started() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait_started() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+
 // *p = value, where p is this CTA's address of a variable and the one meant is CTA `rank`'s. Its CTA must have started: a
 // cluster_barrier has been passed.
 __device__ __forceinline__ void store_to_cta(u64* p, u32 rank, u64 value) {
   u32 there;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(p)), "r"(rank));
   asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(there), "l"(value) : "memory");
+}
+
+// *p = value in CTA `rank`'s shared memory, where p and b are this CTA's addresses of the same variables. Returns at once; 16 bytes go off the count of
+// that CTA's barrier when they have landed, and who waits for its phase sees them. No fence: nothing else is published.
+__device__ __forceinline__ void send_to_cta(float4* p, u32 rank, float4 value, Barrier* b) {
+  asm volatile(
+      "{.reg .b32 there, landed;\n"
+      "mapa.shared::cluster.u32 there, %0, %2;\n"
+      "mapa.shared::cluster.u32 landed, %1, %2;\n"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%3, %4, %5, %6}, [landed];}\n" ::"r"(shared_address(p)), "r"(shared_address(b)), "r"(rank),
+      "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w) : "memory");
 }
 
 // *p, and two floats from p on, where p is this CTA's address and the memory meant is CTA `rank`'s. As above: it has started, and has not left.

@@ -153,17 +153,14 @@ __device__ __forceinline__ void attend(AttentionShared& shared, const Part<kClus
     mine.pin_scores();
     give_back(shared.k_empty, next);
     const bool moved = scores_to_shares(next);
-    // The softmax belongs before the wait, under the product. The assembler moves waits up as far as it can, but not over a branch: hence one
-    // in each arm, with different comments, or they would be made one.
+    // The softmax belongs before the wait, under the product. The assembler moves waits up as far as it can, but not over a branch: hence this loop, which never
+    // runs. (Not the branch on `moved` below, which is a warp's own: all four warps of the warpgroup have to wait at the same instruction.)
     mine.pin_scores();
-    if (moved) {
-      asm volatile("wgmma.wait_group.sync.aligned 0;  // moved" ::: "memory");
-      mine.pin_sums();
-      mine.rescale();
-    } else {
-      asm volatile("wgmma.wait_group.sync.aligned 0;  // not moved" ::: "memory");
-      mine.pin_sums();
-    }
+    int steps = part.count;
+    for (keep_opaque(steps); steps < 0; keep_opaque(steps)) asm volatile("nanosleep.u32 0;");
+    wgmma_wait<0>();
+    mine.pin_sums();
+    if (moved) mine.rescale();
     give_back(shared.v_empty, k);
     mine.make_fragments();
   }

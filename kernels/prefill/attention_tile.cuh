@@ -4,11 +4,18 @@
 // 0 and 1) in front of the product with the values. Keys and values are FP16 in the cache. Scores, maxima, denominators (of the shares before they are
 // rounded) and all sums are FP32. The scale of the scores, 1 / sqrt(head_dim), is applied to FP32 scores, in the instruction that subtracts the maximum.
 // A query beyond FP16's range becomes infinite, as a key does in the cache.
+//
+// Products: A (queries, shares) in registers, B (keys, values) in shared memory, pages as they lie in the cache. A tensor copy (tensor_map.cuh) puts 64
+// dimensions of a token into 128 bytes of shared memory, tokens one after the other; the cache's own swizzle, chunk c of a row at c ^ (token % 8), is the
+// 128-byte swizzle of wgmma.
+//   keys     K-major (b_descriptor, wgmma.cuh): N is tokens, K is dimensions. Eight tokens are 1024 bytes; the next 16 dimensions are 32 bytes further.
+//   values   MN-major, "transposed": N is dimensions, K is tokens. A block of 64 dimensions by 8 tokens is 1024 bytes; the next 8 tokens follow,
+//            the next 64 dimensions are a half tile further.
 #pragma once
 
-#include "attention_wgmma.cuh"
 #include "constants.cuh"
 #include "tensor_map.cuh"
+#include "wgmma.cuh"
 
 namespace nanoqwen {
 
@@ -25,6 +32,12 @@ __device__ __forceinline__ float exp2_fast(float x) {  // 2 units of the last pl
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+// Descriptor of values: `half_bytes` from 64 dimensions to the next 64, 1024 from 8 tokens to the next 8, swizzle 128. The next 16 tokens begin
+// 2048 bytes later.
+__device__ __forceinline__ u64 value_descriptor(u32 address, u32 half_bytes) {
+  return (1ull << 62) | (64ull << 32) | (static_cast<u64>(half_bytes / 16) << 16) | ((address & 0x3FFFF) >> 4);
 }
 
 // Of lane (g, t): rows g and g + 8 of the warp's 16 queries, called half 0 and 1.
@@ -57,9 +70,9 @@ struct QueryTile {
   __device__ __forceinline__ void multiply_keys(u32 keys) {
     const u64 b = b_descriptor(keys);
     wgmma_fence();
-    attention_wgmma<false, false>(s, q[0], b);
+    wgmma<false>(s, q[0], b);
 #pragma unroll
-    for (int k = 1; k < kDimSteps; ++k) attention_wgmma<true, false>(s, q[k], b + k / 4 * (kHalfBytes / 16) + k % 4 * 2);
+    for (int k = 1; k < kDimSteps; ++k) wgmma(s, q[k], b + k / 4 * (kHalfBytes / 16) + k % 4 * 2);
     wgmma_commit();
   }
 
@@ -69,7 +82,7 @@ struct QueryTile {
     pin_shares();
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < kTokenSteps; ++k) attention_wgmma<true, true>(sums, share[k], b + k * (kBoxBytes / 16));
+    for (int k = 0; k < kTokenSteps; ++k) wgmma<true, true>(sums, share[k], b + k * (kBoxBytes / 16));
     wgmma_commit();
   }
 

@@ -87,10 +87,14 @@ struct Consumer {
     const auto load = [&](int u) {
       if (u % kStageUnits == 0) patient_wait(Shape::w_full(weights.stage), weights.parity);
       unit.load(mine + weights.stage * Shape::kStageBytes, Shape::kSlotBytes, u % kStageUnits * kUnitGroups, groups - u * kUnitGroups);
+    };
+    const auto give_back_weights = [&](int u) {  // behind a word step, when its loads need no wait any more
       if (u % kStageUnits == kStageUnits - 1 || u == count - 1) {
         dawdle(0);
+        const u32 zero = zero_behind(loaded_words(unit.words) | loaded_words(unit.raw));
+        fence_of_reader<kReadersFence>();
         __syncwarp();  // every lane has read its words
-        if (lane_id() == 0) barrier_arrive(Shape::w_empty(weights.stage));
+        if (lane_id() == 0) barrier_arrive(Shape::w_empty(weights.stage) + zero);
         weights.advance();
       }
     };
@@ -106,6 +110,7 @@ struct Consumer {
     u32 a[2][2][2][4];  // [buffer][product][row tile][register]
     load(0);
     unit.template unpack<kRoomy>(0, a[0], o.up_a, o.up_b);
+    give_back_weights(0);
 #pragma unroll
     for (int m = 0; m < 2; ++m)
 #pragma unroll
@@ -129,7 +134,10 @@ struct Consumer {
         if (i == 0 && u > 0 || i == 2 && (!kHold || u < count - 1)) give_back(before(1));
         if (i < 3) unit.template unpack<kRoomy>(i + 1, a[(i + 1) % 2], o.up_a, o.up_b);
         if (i == 2 && u + 1 < count) load(u + 1);
-        if (i == 3 && u + 1 < count) unit.template unpack<kRoomy>(0, a[0], o.up_a, o.up_b);
+        if (i == 3 && u + 1 < count) {
+          unit.template unpack<kRoomy>(0, a[0], o.up_a, o.up_b);
+          give_back_weights(u + 1);
+        }
         if (i % 2 == 1) x.advance();
       }
     }
@@ -202,6 +210,7 @@ __device__ __forceinline__ void gemm_int4(const Work& work, const Operands& o, c
         for (int unit = item.first; unit < item.last; unit += kStageUnits) {
           const int group = unit * kUnitGroups, count = min(min(kStageUnits, item.last - unit) * kUnitGroups, work.groups - group);
           patient_wait(shape.w_empty(ring.stage), ring.parity ^ 1);
+          fence_for_copies();
           if (lane == 0) barrier_arrive_expect(shape.w_full(ring.stage), present * count * Int4Block::kBytes);
           dawdle(5);
           __syncwarp();

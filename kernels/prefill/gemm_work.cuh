@@ -95,24 +95,34 @@ __device__ __forceinline__ int part_count(const Work& w, int row_tile, int token
 // Four rows lie side by side: 32 (four / 8) + four % 8 and those 8, 16 and 24 behind it.
 __device__ __forceinline__ int part_row(int four) { return four / 8 * 32 + four % 8; }
 
-// Sums of the four rows `four` of a token. parts [slot][n][rows].
-__device__ __forceinline__ float4 add_parts(const float* parts, const Work& w, int rows, int token, int four, int count) {
-  float4 sum = make_float4(0, 0, 0, 0);
-  const float4* part = reinterpret_cast<const float4*>(parts + static_cast<size_t>(token) * rows) + four;
-#pragma unroll 4
-  for (int k = 0; k < count; ++k, part += static_cast<size_t>(w.n) * (rows / 4)) {
-    const float4 more = *part;
-    sum = make_float4(sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w);
+// sums[p] += the parts of rows four[p] of a token, of which there are count[p], in the order of their slots. kAtOnce slots of all p are asked for before the first
+// of them is added: a read from L2 takes longer than everything else here, and there should be one of them to wait for. parts [slot][n][rows]. What
+// is added for a slot that is not there is +0, and no sum is -0: same bits as without it.
+template <int kAtOnce, int kCount>
+__device__ __forceinline__ void add_parts(const float* parts, const Work& w, int rows, int token, const int (&four)[kCount], const int (&count)[kCount], float4 (&sums)[kCount]) {
+  int most = 0;
+#pragma unroll
+  for (int p = 0; p < kCount; ++p) most = max(most, count[p]);
+  const float4* const row = reinterpret_cast<const float4*>(parts + static_cast<size_t>(token) * rows);
+  const size_t apart = static_cast<size_t>(w.n) * (rows / 4);
+#pragma unroll 1
+  for (int first = 0; first < most; first += kAtOnce) {
+    float4 more[kAtOnce][kCount];
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k)
+#pragma unroll
+      for (int p = 0; p < kCount; ++p) {
+        more[k][p] = make_float4(0, 0, 0, 0);
+        if (first + k < count[p]) more[k][p] = row[(first + k) * apart + four[p]];
+      }
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k)
+#pragma unroll
+      for (int p = 0; p < kCount; ++p) {
+        const float4 a = sums[p], b = more[k][p];
+        sums[p] = make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+      }
   }
-  return sum;
-}
-
-// The sum of one row.
-__device__ __forceinline__ float add_parts_of_row(const float* parts, const Work& w, int rows, int token, int row) {
-  const float* part = parts + static_cast<size_t>(token) * rows + row / 32 * 32 + row % 8 * 4 + row % 32 / 8;
-  float sum = 0.0f;
-  for (int k = part_count(w, row / 16, token); k > 0; --k, part += static_cast<size_t>(w.n) * rows) sum += *part;
-  return sum;
 }
 // [/parts]
 

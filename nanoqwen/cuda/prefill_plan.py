@@ -4,19 +4,23 @@ A matrix product of prefill (kernels/prefill/gemm_int4.cuh) is cut into items: s
 kernel is compiled. One CTA an SM takes whole items in turn; what is to be avoided is a last round in which most SMs have nothing. Where sums may leave
 in parts, the items of that round are shared: their K, laid end to end, is divided evenly among the SMs (kernels/prefill/gemm_work.cuh). Gate and up,
 whose SwiGLU needs finished sums, have narrower token tiles in the last round instead. Costs are a model in microseconds, there to choose between cuts.
+
+For up to 16 tokens, the two products that read a norm take its output as digits, where that fits; ``prefill_digits`` cuts these. So does down, if a launch in front of it
+that makes digits of its X pays; o, which is small, would gain nothing.
 """
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 from functools import lru_cache
 
 from nanoqwen.config import Dims
 from nanoqwen.cuda.constants import TILE_ROWS, int4_block_bytes
+from nanoqwen.cuda.prefill_cut import L2, UNIT, Cut, units_of
+from nanoqwen.cuda.prefill_digits import QUANTISE, Digits, digit_x_bytes, plan_digits
 
-#: Columns of a unit of K, and of a slab of X.
-UNIT, SLAB = 128, 64
+#: Columns of a slab of X.
+SLAB = 64
 #: Tokens from which on a chunk is planned and cut for a multiple of as many: every wide tile is one, so the number of token tiles is the planned one.
 LONG, LONG_STEP = 512, 128
 #: Chunks of up to so many tokens are launched as one captured graph, for the planned length.
@@ -51,6 +55,13 @@ STAGED, STAGE_UNITS = 4, 2
 #: The most parts that a sum comes in, and the tokens for which the workspace has room for as many; of a whole chunk it has room for two.
 MOST_SLOTS, SLOT_TOKENS, CHUNK_SLOTS = 16, 256, 2
 
+#: The kernels of a norm: CTAs that share a token, and the most warps that one of them may have (kernels/prefill/rows_tiled.cu).
+NORMS = {"norm_rows_tiled": (1, 20), "norm_rows_spread": (4, 16), "norm_rows_digits": (4, 16)}
+#: Threads of a CTA of rope_append_parts, and of quantise_tiles.
+ROPE_THREADS, QUANTISE_THREADS = 128, 128
+#: A token is spread over several CTAs in chunks of up to so many tokens: behind them every SM has one anyway.
+NORM_SPREAD_UP_TO = 96
+
 # ---- The model, fitted to launches timed on one H200 with the 7B's matrices.
 
 #: A unit of K of an item: of 256 rows on wide tiles of so many tokens, all SMs at work; and, for the others, of an item of no row tiles and of each one.
@@ -60,84 +71,23 @@ OTHER_UNIT = {"_middle": (1.12, 0.010), "_few": (0.68, 0.0125)}
 POWER, MOST_IDLE = 0.7, 0.15
 #: From one launch to the next without work; the end of an item of SwiGLU; that of 256 rows and 128 tokens whose sums are written.
 RAMP, SWIGLU_END, PARTS_END, LEAST_END = 5.0, 1.5, 3.0, 0.5
-#: Bytes a microsecond: of DRAM when all SMs copy, and of L2 when parts are read.
-DRAM, L2 = 4.3e6, 3.0e6
+#: Bytes a microsecond of DRAM when all SMs copy.
+DRAM = 4.3e6
 #: An SM that has nothing: decides between cuts that are alike.
 IDLE = 0.01
 
 
-class Work(ctypes.Structure):
-    """``Work`` of kernels/prefill/gemm_work.cuh."""
-
-    _fields_ = [
-        (name, ctypes.c_int)
-        for name in (
-            "tiles", "n", "main_rows", "main_width", "tail_width", "main_tokens", "tail_tokens", "main_items", "items", "groups",
-            "whole", "quantum", "quanta", "total", "sharers",
-        )
-    ]  # fmt: skip
-
-    def owner(self, quantum: int) -> int:
-        """The CTA that has a shared quantum: ``share_owner``."""
-        return ((quantum + 1) * self.sharers - 1) // self.total
-
-    def parts(self, item: int) -> int:
-        """How many parts the sums of an item come in: ``part_count``."""
-        if item < self.whole:
-            return 1
-        first = (item - self.whole) * self.quanta
-        return self.owner(first + self.quanta - 1) - self.owner(first) + 1
-
-    @property
-    def slots(self) -> int:
-        """The most parts of an item: slots of the buffer that the product may write."""
-        return max(self.parts(item) for item in range(self.whole, self.items)) if self.sharers else 1
-
-    def grid(self, sms: int) -> int:
-        """CTAs of a launch on a card of ``sms`` SMs."""
-        return max(min(sms, self.whole), self.sharers)
-
-
-@dataclass(frozen=True)
-class Cut:
-    """A choice: ``rows`` rows of items of ``tiles`` row tiles each; the first ``main_rows`` of them have ``main_width`` tokens an item, the others
-    ``tail_width``. Items from ``whole`` on are shared by ``sharers`` CTAs in quanta of ``quantum`` units; none are if ``sharers`` is 0."""
-
-    tiles: int
-    rows: int
-    main_rows: int
-    main_width: int
-    tail_width: int
-    whole: int = 0
-    quantum: int = 1
-    sharers: int = 0
-
-    def work(self, n: int, groups: int, group: int) -> Work:
-        """The structure that the kernel gets, for ``n`` tokens and ``groups`` groups of K. ``n`` may be less than was planned for, if the number of token
-        tiles stays."""
-        main_tokens, tail_tokens = -(-n // self.main_width), -(-n // self.tail_width)
-        main_items = self.main_rows * main_tokens
-        items = main_items + (self.rows - self.main_rows) * tail_tokens
-        common = self.tiles, n, self.main_rows, self.main_width, self.tail_width, main_tokens, tail_tokens, main_items, items, groups
-        if not self.sharers or self.whole >= items:
-            return Work(*common, items, 1, 1, 0, 0)
-        quanta = -(-units_of(groups, group) // self.quantum)
-        total = (items - self.whole) * quanta
-        return Work(*common, self.whole, self.quantum, quanta, total, min(self.sharers, total))
-
-
 @dataclass(frozen=True)
 class Product:
-    """One of a layer's four products in a chunk: the kernel that makes it, its cut, and how long the model thinks that takes, in microseconds."""
+    """One of a layer's four products in a chunk: the kernel that makes it, its cut, and how long the model thinks that takes, in microseconds; threads and
+    bytes of dynamic shared memory of a CTA. ``splits``: warps that share the K of a pair of row tiles where X comes as digits, else 0."""
 
     kernel: str
     cut: Cut
     us: float
-
-
-def units_of(groups: int, group: int) -> int:
-    """Units of K, the last of which may be padded."""
-    return -(-groups * group // UNIT)
+    threads: int
+    shared: int
+    splits: int = 0
 
 
 # ------------------------------------------------------------------------------------------------------------ the choice
@@ -187,7 +137,7 @@ def parts_us(cut: Cut, n: int, row_tiles: int, groups: int, group: int, sms: int
 
 
 def kind(n: int, name: str) -> tuple[str, ...]:
-    """Ends of the names of the kernels among which product ``name`` of ``n`` tokens has a choice."""
+    """Ends of the names of the kernels among which product ``name`` of ``n`` tokens has a choice, if X comes as FP16."""
     if n <= SHAPES["_few"].tokens:
         return ("_few",)
     if n <= SHAPES["_middle"].tokens:
@@ -275,18 +225,48 @@ def products(dims: Dims, group: int, n: int, chunk: int, sms: int) -> dict[str, 
     """The four products of a layer for ``n`` of at most ``chunk`` tokens on ``sms`` SMs."""
     at, found = planned_length(n), {}
     most_slots = min(MOST_SLOTS, part_tokens(chunk) // at)
+    digits = _digits(dims, group, at, most_slots, sms)
     for name, (rows, cols) in shapes(dims).items():
-        choices = []
+        begin, choices = "gemm_swiglu" if name == "gate_up" else "gemm_parts", []
+        if name in digits:
+            launch = digits[name]
+            found[name] = Product(begin + launch.end, launch.cut, launch.us, launch.threads, launch.shared, launch.splits)
+            continue
+        if name == "down" and (launch := plan_digits(rows // TILE_ROWS, cols // group, at, whole=False, group=group, sms=sms, most_slots=most_slots)):
+            choices.append(Product(begin + launch.end, launch.cut, launch.us + QUANTISE, launch.threads, launch.shared, launch.splits))
         for end in kind(n, name):
             common = {"group": group, "sms": sms, "end": end}
             size = rows // TILE_ROWS, cols // group, at
             us, cut = plan_whole(*size, **common) if name == "gate_up" else plan_parts(*size, most_slots=most_slots, **common)
-            choices.append(Product(("gemm_swiglu" if name == "gate_up" else "gemm_parts") + end, cut, us))
+            choices.append(Product(begin + end, cut, us, gemm_threads(end), gemm_shared_bytes(end, group)))
         found[name] = min(choices, key=lambda product: product.us)
     return found
 
 
+def _digits(dims: Dims, group: int, n: int, most_slots: int, sms: int) -> dict[str, Digits]:
+    """Launches of the products that read a norm, from digits; none if one of them does not fit: the same norm writes for both."""
+    found = {}
+    for name in ("qkv", "gate_up"):
+        rows, cols = shapes(dims)[name]
+        found[name] = plan_digits(rows // TILE_ROWS, cols // group, n, whole=name == "gate_up", group=group, sms=sms, most_slots=most_slots)
+    return {} if None in found.values() else found
+
+
 # --------------------------------------------------------------------------------------------------- launches and bytes
+
+
+def norm_kernel(n: int, reader: Product) -> str:
+    """The kernel that takes the norms of a chunk of ``n`` tokens, whose output ``reader`` multiplies with."""
+    if reader.splits:
+        return "norm_rows_digits"
+    return "norm_rows_spread" if n <= NORM_SPREAD_UP_TO else "norm_rows_tiled"
+
+
+def norm_shape(kernel: str, dims: Dims) -> tuple[int, int]:
+    """(CTAs a token, threads of a CTA) of a norm: a warp has a unit of columns, or several of them where a CTA would have too many warps. RowShape::kThreads."""
+    ctas, most_warps = NORMS[kernel]
+    units = -(-units_of(dims.hidden, 1) // ctas)
+    return ctas, 32 * -(-units // -(-units // most_warps))
 
 
 def gemm_threads(kernel: str) -> int:
@@ -327,11 +307,12 @@ def part_floats(dims: Dims, chunk: int) -> int:
 
 
 def prefill_bytes(dims: Dims, chunk: int) -> int:
-    """The workspace of chunks of ``chunk`` tokens: span and ids, residual, the two activations, their factors, q and partial sums."""
+    """The workspace of chunks of ``chunk`` tokens: span and ids, residual, the two activations and two as digits, their factors, q and partial sums."""
 
     def x_bytes(cols: int) -> int:
         slabs, tokens, width = x_shape(cols, chunk)
         return 2 * slabs * tokens * width
 
     rows = 4 * (2 + chunk * (1 + dims.hidden + dims.q_size)) + 2 * 4 * slab_tokens(chunk)
-    return rows + x_bytes(max(dims.hidden, dims.q_size)) + x_bytes(dims.intermediate) + 4 * part_floats(dims, chunk)
+    digits = digit_x_bytes(dims.hidden) + digit_x_bytes(dims.intermediate)
+    return rows + x_bytes(max(dims.hidden, dims.q_size)) + x_bytes(dims.intermediate) + digits + 4 * part_floats(dims, chunk)

@@ -5,7 +5,8 @@ former and is compared with the latter. Some tokens and some rows of the matrice
 the kernels do all of them. How a product is cut depends on the chunk's length, so there is a length for every combination of kernels.
 
 The tensor cores multiply weights that were rounded to FP16 once: code times scale, the scale brought up by a power of two
-(kernels/prefill/gemm_int4.cuh). The twin rounds in the same place, which leaves the FP32 sums as the only error.
+(kernels/prefill/gemm_int4.cuh). The twin rounds in the same place, which leaves the FP32 sums as the only error. Products of digits (gemm_digits.cuh) round no
+weight, and neither does their twin.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 from nanoqwen import model
 from nanoqwen.cuda.attention_plan import ATTENTIONS
 from nanoqwen.cuda.launch import Launch
+from nanoqwen.cuda.prefill_plan import NORMS
 from nanoqwen.kv import pages_for
 from nanoqwen.ladder import layouts, twins
 from nanoqwen.ladder.card import Card
@@ -27,7 +29,7 @@ from nanoqwen.ladder.report import Check, compare, none_wrong, within
 from nanoqwen.packfile import PackFile
 
 #: Chunks whose kernels are looked at, as far as the context allows: one of each way to make the four products, none a multiple of a tile.
-CHUNKS = (13, 49, 110, 300, 1050)
+CHUNKS = (5, 13, 21, 49, 110, 300, 1050)
 #: (position, tokens) of chunks that follow what is in the cache already, as a conversation goes on: few queries on many pages have a kernel of
 #: their own (nanoqwen/cuda/attention_plan.py), none a multiple of a step or a tile.
 DEEP = ((70, 19), (501, 17), (1999, 66), (3500, 130))
@@ -104,6 +106,10 @@ class _Chunk:
             some = array[:, cupy.asarray(self.tokens)]
         return _wide(layouts.untile_x(self.card.read(some), self.tokens, cols, self.group))
 
+    def digits(self, array: cupy.ndarray, cols: int, width: int) -> np.ndarray:
+        """The looked-at rows [tokens, cols] of an activation as digits for a product of ``width`` tokens, float64."""
+        return layouts.undigit_x(self.card.read(array), self.tokens, cols, width, self.group)
+
     def parts(self, name: str, rows: int) -> np.ndarray:
         """The sums of product ``name`` that came in parts, [tokens, rows]."""
         work, p = self.prefiller.work[name], self.prefiller
@@ -133,10 +139,7 @@ class _Chunk:
             else:
                 for launch in mine:
                     launch(card.stream)
-        total = self.rows(p.residual)[-1:] + self.parts("down", self.dims.hidden)[-1:] * self.factor(p.inner)[-1:]
-        chain[-1](card.stream)
-        yield compare(f"{n} tokens: last_row", card.read(card.buffers.residual)[None], total, self.limit)
-        yield from self._again(chain)
+        yield from self._again()
 
     def _layer(self, layer: int, launches: list[Launch]) -> Iterator[Check]:
         names = [launch.name for launch in launches]
@@ -144,11 +147,15 @@ class _Chunk:
         products = iter(tensors_of(layer).items())
         for launch in launches:
             label = f"layer {layer}, {self.n} tokens: {launch.name}"
-            if launch.name == "norm_rows_tiled":
+            if launch.name in NORMS:
                 gain = next(norms)
                 yield from self._norm(f"{label} {1 + (gain != 'input_layernorm')}", launch, f"model.layers.{layer}.{gain}.weight", layer)
             elif launch.name == "rope_append_parts":
                 yield from self._rope(label, launch, layer)
+            elif launch.name == "quantise_tiles":
+                yield from self._quantise(label, launch)
+            elif launch.name == "last_row":
+                yield from self._last_row(label, launch)
             elif launch.name in ATTENTIONS:
                 launch(self.card.stream)  # it has checks of its own
             else:
@@ -165,7 +172,10 @@ class _Chunk:
         launch(self.card.stream)
         yield compare(f"{label}: residual", self.rows(p.residual), total, self.limit)
         y = twins.rms_norm(total, twins.vector(self.pack, gain), self.dims.rms_eps)
-        yield within(label, self.x(p.x, self.dims.hidden) * self.factor(p.factor), y, row_bound(y, self.limit))
+        if launch.name == "norm_rows_digits":
+            yield within(label, self.digits(p.x_digits, self.dims.hidden, p.work["qkv"].main_width) * self.factor(p.factor), y, digit_bound(y, self.limit, self.group))
+        else:
+            yield within(label, self.x(p.x, self.dims.hidden) * self.factor(p.factor), y, row_bound(y, self.limit))
         if not first:
             gate, up = (math.sqrt(self.square(name)) for name in tensors_of(layer)["gate_up"])
             bound = gate * up * np.square(y).sum(axis=1, keepdims=True) / 32768
@@ -174,17 +184,26 @@ class _Chunk:
     def _product(self, label: str, launch: Launch, name: str, tensors: Sequence[str]) -> Iterator[Check]:
         p, dims = self.prefiller, self.dims
         cols = self.pack.tensors[tensors[0]].cols
-        x = self.x(p.x_inner if name == "down" else p.x, cols)
+        if "digits" in launch.name:
+            x, of = self.digits(p.inner_digits if name == "down" else p.x_digits, cols, p.work[name].main_width), _exact_rows
+        else:
+            x, of = self.x(p.x_inner if name == "down" else p.x, cols), _rounded_rows
         launch(self.card.stream)
         if launch.name.startswith("gemm_parts"):
             total = sum(self.pack.tensors[t].rows for t in tensors)
             rows = sample_rows(total)
-            yield compare(label, self.parts(name, total)[:, rows], x @ _rounded_rows(self.pack, tensors, rows).T, PRODUCT_LIMIT)
+            yield compare(label, self.parts(name, total)[:, rows], x @ of(self.pack, tensors, rows).T, PRODUCT_LIMIT)
         else:
             rows = sample_rows(dims.intermediate)
-            gate, up = (x @ _rounded_rows(self.pack, tensors, rows + k * dims.intermediate).T * self.factor(p.factor) for k in (0, 1))
+            gate, up = (x @ of(self.pack, tensors, rows + k * dims.intermediate).T * self.factor(p.factor) for k in (0, 1))
             ours = self.x(p.x_inner, dims.intermediate)[:, rows] * self.factor(p.inner)
             yield compare(label, ours, twins.swiglu(gate, up), SWIGLU_LIMIT)
+
+    def _quantise(self, label: str, launch: Launch) -> Iterator[Check]:
+        p, cols = self.prefiller, self.dims.intermediate
+        x = self.x(p.x_inner, cols)
+        launch(self.card.stream)
+        yield within(label, self.digits(p.inner_digits, cols, p.work["down"].main_width), x, digit_bound(x, self.limit, self.group))
 
     def _rope(self, label: str, launch: Launch, layer: int) -> Iterator[Check]:
         p, dims = self.prefiller, self.dims
@@ -199,15 +218,28 @@ class _Chunk:
         found = np.concatenate([*self.appended(layer)], axis=1)  # [tokens, key heads and value heads, D]
         yield within(f"{label}: keys and values", found, expected, row_bound(expected, self.limit))
 
-    def _again(self, chain: Sequence[Launch]) -> Iterator[Check]:
-        """The whole chunk twice more, one kernel starting before the other has ended: the bits that decode goes on with."""
+    def handed_on(self) -> list[np.ndarray]:
+        """What the decode step's launches go on with: residual, q, scalars."""
+        b = self.card.buffers
+        return [self.card.read(array) for array in (b.residual_mid, b.q, b.step)]
+
+    def _last_row(self, label: str, launch: Launch) -> Iterator[Check]:
+        card, p, last = self.card, self.prefiller, self.n - 1
+        card.at(0, 0)
+        launch(card.stream)
+        expected = card.read(p.residual[last]), card.read(p.q[last]), np.array([_ids(card, self.n)[last], last, -1])
+        for what, found, right in zip(("residual", "q", "scalars"), self.handed_on(), expected):
+            yield compare(f"{label}: {what}", found, right, 0.0, "bit for bit")
+
+    def _again(self) -> Iterator[Check]:
+        """The chunk twice more as a prompt has it, one kernel starting before the other has ended: the bits that decode goes on with."""
         card, found = self.card, []
         for _ in range(2):
-            for launch in chain:
+            for launch in self.prefiller.launches(self.n, 0, card.pool):
                 launch(card.stream)
-            found.append([card.read(card.buffers.residual), *card.take(self.dims.num_layers - 1, self.table, self.n)])
+            found.append([*self.handed_on(), *card.take(self.dims.num_layers - 1, self.table, self.n)])
         wrong = sum(a.tobytes() != b.tobytes() for a, b in zip(*found))
-        yield none_wrong(f"{self.n} tokens twice: the same bits", wrong, "arrays", "residual of the last token, keys and values of the last layer")
+        yield none_wrong(f"{self.n} tokens twice: the same bits", wrong, "arrays", "the last token's residual and q, keys and values of the last layer")
 
 
 def _attention(card: Card, rng: np.random.Generator, limit: float, position: int, n: int, layer: int) -> Iterator[Check]:
@@ -260,6 +292,12 @@ def row_bound(expected: np.ndarray, limit: float) -> np.ndarray:
     return size * FP16_ROUNDING + limit * size.max(axis=-1, keepdims=True) + FP16_TINY
 
 
+def digit_bound(expected: np.ndarray, limit: float, group: int) -> np.ndarray:
+    """Rounding to digits of each element [rows, columns], and ``limit`` of the largest of a row for the FP32 before it."""
+    rounding = np.stack([layouts.record_bound(row, group) for row in expected])
+    return rounding + limit * np.abs(expected).max(axis=-1, keepdims=True)
+
+
 def _wide(array: np.ndarray) -> np.ndarray:
     with np.errstate(invalid="ignore"):  # a buffer that nothing has been written to may hold anything
         return np.asarray(array).astype(np.float64)
@@ -269,13 +307,18 @@ def _rounded_rows(pack: PackFile, names: Sequence[str], rows: np.ndarray) -> np.
     """Rows of stacked projections as the tensor cores multiply them, float64: rounded to FP16 with the largest scale of all in [2^15, 2^16)."""
     peak = max(float(pack.int4(name)[1].max()) for name in names)
     up = 2.0 ** (min(30, 15 - math.floor(math.log2(peak))) - 24) if peak else 1.0
+    return (_exact_rows(pack, names, rows) * up).astype(np.float16) / up
+
+
+def _exact_rows(pack: PackFile, names: Sequence[str], rows: np.ndarray) -> np.ndarray:
+    """Rows of stacked projections, float64: code times scale."""
     out, first = np.zeros((len(rows), pack.tensors[names[0]].cols)), 0
     for name in names:
         words, scales = pack.int4(name)
         mine = (rows >= first) & (rows < first + len(words))
         if mine.any():
             at = rows[mine] - first
-            out[mine] = (twins.dequantize(words[at], scales[at]) * up).astype(np.float16) / up
+            out[mine] = twins.dequantize(words[at], scales[at])
         first += len(words)
     return out
 

@@ -15,7 +15,7 @@ from nanoqwen.config import Dims
 from nanoqwen.kv import pages_for
 
 if TYPE_CHECKING:
-    from nanoqwen.cuda.prefill_plan import Work
+    from nanoqwen.cuda.prefill_cut import Work
 
 # ------------------------------------------------------------------------------- activations (kernels/common/activations.cuh)
 
@@ -152,6 +152,43 @@ def untile_x(x: np.ndarray, tokens: np.ndarray, cols: int, group: int) -> np.nda
     """Rows [len(tokens), cols] of an activation, of which x [slabs, len(tokens), 64] has those tokens."""
     slab, _, element = x_element(np.asarray(tokens)[:, None], np.arange(cols), group)
     return np.asarray(x)[slab, np.arange(len(tokens))[:, None], element]
+
+
+# -------------------------------------------------------------- activations of prefill as digits (kernels/prefill/digit_x.cuh)
+
+#: Columns of a unit, tokens of a tile.
+UNIT, TILE_TOKENS = 128, 4
+
+
+def digit_places(token: np.ndarray, column: np.ndarray, width: int, group: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where the high digit of a token's column lies in the bytes of an activation for ``width`` tokens, and where its scale does. The low digit lies 64 bytes behind the
+    high one. Arguments broadcast."""
+    tile_bytes = 2 * UNIT * TILE_TOKENS + 4 * TILE_TOKENS * (UNIT // group)
+    tile = (column // UNIT * (width // TILE_TOKENS) + token // 8 * 2 + token % 2) * tile_bytes
+    within, p, lane = column % UNIT, token % 8 // 2, group // 4
+    word = within // group * (group // 32) + within % lane // 8
+    digits = tile + word // 2 * 512 + (8 * p + within % group // lane) * 16 + word % 2 * 8 + np.argsort(BYTE_ORDER)[column % 8]
+    return digits, tile + 2 * UNIT * TILE_TOKENS + 4 * (TILE_TOKENS * (within // group) + p)
+
+
+def digit_x(x: np.ndarray, rows: np.ndarray, width: int, group: int) -> None:
+    """Write ``rows`` [n, cols] as digits into x uint8, an activation for ``width`` tokens."""
+    n, cols = rows.shape
+    high, scale = digit_places(np.arange(n)[:, None], np.arange(cols), width, group)
+    for token, row in enumerate(rows):
+        records = encode_records(row, group).reshape(-1, record_bytes(group))
+        for digit in (0, 1):
+            words = records[:, digit * group : (digit + 1) * group].reshape(-1, 8)
+            x[high[token] + 64 * digit] = words[:, np.argsort(BYTE_ORDER)].reshape(-1)
+        x[scale[token, ::group, None] + np.arange(4)] = records[:, 2 * group : 2 * group + 4]
+
+
+def undigit_x(x: np.ndarray, tokens: np.ndarray, cols: int, width: int, group: int) -> np.ndarray:
+    """Rows float64 [len(tokens), cols] of an activation uint8 for ``width`` tokens: (256 * high + low) times the scale of the group."""
+    x = np.asarray(x)
+    high, scale = digit_places(np.asarray(tokens)[:, None], np.arange(cols), width, group)
+    scales = np.ascontiguousarray(x[scale[..., None] + np.arange(4)]).view(np.float32)[..., 0].astype(np.float64) * CODE_POSITION
+    return (256 * x[high].view(np.int8).astype(np.float64) + x[high + 64].view(np.int8)) * scales
 
 
 # ------------------------------------------------------------------- parts of a product's sums (kernels/prefill/gemm_work.cuh)

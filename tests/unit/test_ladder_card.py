@@ -13,6 +13,7 @@ import tiny
 from nanoqwen import synthetic_pack
 from nanoqwen.bench.receipts import check_receipt, read_receipt
 from nanoqwen.config import Dims
+from nanoqwen.engines import fastest_hopper
 from nanoqwen.errors import InputError
 from nanoqwen.ladder import receipt, run_ladder
 from nanoqwen.ladder.report import Check, Report, Tier
@@ -53,18 +54,20 @@ def failed(report: Report) -> list[str]:
 # -------------------------------------------------------------------------------------------------------- sound cards
 
 
-@pytest.mark.parametrize("engine", ["eager", "graph"])
+@pytest.mark.parametrize("engine", ["eager", "graph", "persistent"])
 def test_a_sound_card_passes_every_tier(card, files, engine):
     report = climb(card, files / "640.nanoqwen", "graph", engine)
     assert report.passed, failed(report)
     names = [check.name for check in report.tiers[1].checks]
     for kernel in ("page_open", "embed", "norm and gemv_qkv", "gemv_o", "gemv_gate_up", "gemv_down", "rope_append", "paged attention", "swiglu", "final_norm",
-                   "lm_head", "argmax", "embed_rows", "norm_rows_tiled 1", "norm_rows_tiled 2", "rope_append_parts", "prefill_attention", "gemm_parts_few qkv",
+                   "lm_head", "argmax", "embed_rows", "norm_rows_tiled 1", "norm_rows_tiled 2", "norm_rows_spread 1", "norm_rows_spread 2", "norm_rows_digits 1", "norm_rows_digits 2", "rope_append_parts", "prefill_attention",
+                   "gemm_parts_digits8 qkv", "gemm_parts_digits16 qkv", "gemm_parts_few qkv", "gemm_swiglu_digits8 gate_up", "gemm_swiglu_digits16 gate_up", "gemm_parts_digits8 down", "quantise_tiles",
                    "gemm_parts_few o", "gemm_parts down", "gemm_swiglu_few", "gemm_swiglu_middle gate_up", "gemm_swiglu gate_up", "last_row", "the same bits"):
         assert any(kernel in name for name in names), kernel
     for n in (1, 15, 16, 17, 49, 511, 512, 513):
         assert {f"layer 0 paged attention, token {n}"} <= set(names) and any(name.endswith(f"prefill_attention, prompt of {n}") for name in names)
     assert any("captured graph" in name for name in names) == (engine == "graph")
+    assert any("persistent kernel" in name for name in names) == (engine == "persistent")
     assert "layer 1, 49 tokens one by one" in [check.name for check in report.tiers[2].checks]
     assert report.tiers[3].facts["tokens"] == 24 and report.tiers[3].facts["mismatches"] == 0
     assert "HumanEval" in report.tiers[3].subject or "own prompts" in report.tiers[3].subject
@@ -92,7 +95,9 @@ def test_without_a_named_engine_a_planned_model_takes_the_card(card, monkeypatch
     monkeypatch.setattr(synthetic_pack, "synthetic_dims", lambda name: small)
     plan = card.pack = synthetic_pack.planned("synthetic:demo")
     report = run_ladder(plan, "unit")
-    assert report.passed and "engine graph" in report.tiers[1].subject
+    assert report.passed and f"engine {fastest_hopper()}" in report.tiers[1].subject
+    for kernel in ("prefill_attention", "gemm_parts_middle o", "gemm_swiglu_middle gate_up", " down", "last_row"):
+        assert any(kernel in check.name for check in report.tiers[1].checks), f"a prompt of one layer does without, the ladder does not: {kernel}"
 
 
 # -------------------------------------------------------------------------------------------------------------- faults
@@ -151,7 +156,7 @@ def not_causal(card, kernel: str = "prefill_attention") -> None:
     def one_more(launch) -> None:
         from nanoqwen.ladder import twins
 
-        q, key_map, _, table, span, out, _ = (getattr(a, "value", a) for a in launch.args)
+        q, key_map, _, table, span, out, _ = (getattr(a, "value", a) for a in launch.given)
         position, n = map(int, span)
         if n > 17:
             pools = next(layer for layer in card.engine._pages.pool if layer[0].data.ptr == key_map.opaque[0])
@@ -175,6 +180,11 @@ def slot_of_the_neighbour(card) -> None:
     spoil(card, "rope_append_parts", shift)
 
 
+def hand_on(launch, to, source: int) -> None:
+    """The row before the last one of ``launch.given[source]``."""
+    to[...] = launch.given[source][int(launch.given[3][1]) - 2]
+
+
 FAULTS = {
     "a page is not cleared": ("page_open at", lambda c: spoil(c, "page_open", lambda _: c.engine._pages.pool[-1, 1].fill(np.nan))),
     "another page is cleared": ("page_open at", lambda c: spoil(c, "page_open", lambda _: c.engine._pages.pool.fill(0))),
@@ -189,14 +199,20 @@ FAULTS = {
     "the head loses a row": ("lm_head", lambda c: spoil(c, "lm_head", lambda _: drop(c.b.logit_parts[0], 511))),
     "the last of equal logits wins": ("argmax", last_of_equals),
     "a kernel that races": ("repeats are bit-equal", noise),
-    "a chunk's embedding of the neighbour": ("embed_rows", lambda c: spoil(c, "embed_rows", lambda launch: launch.args[2].__imul__(np.float32(-1)))),
-    "prefill norm without its factor": ("norm_rows_tiled 1", lambda c: spoil(c, "norm_rows_tiled", lambda launch: launch.args[7].__imul__(np.float32(1.01)))),
-    "a bound that is half": ("bound of the MLP", lambda c: spoil(c, "norm_rows_tiled", lambda launch: launch.args[9] is None or launch.args[9].__imul__(np.float32(0.5)))),
+    "a chunk's embedding of the neighbour": ("embed_rows", lambda c: spoil(c, "embed_rows", lambda launch: launch.given[2].__imul__(np.float32(-1)))),
+    "prefill norm without its factor": ("norm_rows_spread 1", lambda c: spoil(c, "norm_rows_spread", lambda launch: launch.given[7].__imul__(np.float32(1.01)))),
+    "a bound that is half": ("bound of the MLP", lambda c: spoil(c, "norm_rows_spread", lambda launch: launch.given[9] is None or launch.given[9].__imul__(np.float32(0.5)))),
+    "a norm's digits of one token are another's": ("norm_rows_digits 1", lambda c: spoil(c, "norm_rows_digits", lambda launch: launch.given[5].__setitem__(..., np.roll(launch.given[5], 16)))),
+    "down's digits of one token are another's": ("quantise_tiles", lambda c: spoil(c, "quantise_tiles", lambda launch: launch.given[3].__setitem__(..., np.roll(launch.given[3], 16)))),
+    "a product of digits is off": ("gemm_parts_digits16 qkv", lambda c: spoil(c, "gemm_parts_digits16", lambda _: slightly_more(c.engine._prefiller.parts))),
+    "gate and up of digits lose a column": ("gemm_swiglu_digits8", lambda c: spoil(c, "gemm_swiglu_digits8", lambda _: drop(c.engine._prefiller.x_inner[0, 0], slice(0, 8)))),
     "a product of a few tokens is off": ("gemm_parts_few qkv", lambda c: spoil(c, "gemm_parts_few", lambda _: slightly_more(c.engine._prefiller.parts))),
     "prefill attention sees the future": ("prefill_attention", not_causal),
     "swiglu of a prefill loses a column": ("gemm_swiglu_middle", lambda c: spoil(c, "gemm_swiglu_middle", lambda _: drop(c.engine._prefiller.x_inner[0, 0], slice(0, 8)))),
     "prefill appends to the wrong slot": ("rope_append_parts", slot_of_the_neighbour),
-    "the row before the last is handed on": ("last_row", lambda c: spoil(c, "last_row", lambda launch: launch.args[5].__setitem__(..., launch.args[0][int(launch.args[4][1]) - 2]))),
+    "the row before the last is handed on": ("last_row: residual", lambda c: spoil(c, "last_row", lambda launch: hand_on(launch, c.b.residual_mid, 0))),
+    "the query before the last is handed on": ("last_row: q", lambda c: spoil(c, "last_row", lambda launch: hand_on(launch, c.b.q, 1))),
+    "the last token's place is off by one": ("last_row: scalars", lambda c: spoil(c, "last_row", lambda _: c.b.step.__setitem__(1, c.b.step[1] + 1))),
 }  # fmt: skip
 
 
@@ -236,6 +252,20 @@ def test_unit_finds_a_weight_that_is_not_the_file_s(card, file, monkeypatch):
 
     monkeypatch.setattr(hopper, "upload", damaged)
     assert failed(climb(card, file))[0] == "on the card: model.layers.1.mlp.down_proj.weight"
+
+
+def test_unit_finds_a_graph_that_is_not_its_launches(card, file, monkeypatch):
+    """The graph lacks attention, its launches do not."""
+    from nanoqwen.engines import hopper
+
+    made = hopper.HopperEngine._make_launches
+
+    def wrong(engine) -> None:
+        made(engine)
+        engine._end_graphs = dict.fromkeys((False, True), engine._capture(engine._ends[False][2:]))
+
+    monkeypatch.setattr(hopper.HopperEngine, "_make_launches", wrong)
+    assert "captured graph, a prompt ends" in failed(climb(card, file, engine="graph"))
 
 
 def test_layer_finds_what_no_kernel_shows_alone(card, file):
@@ -287,6 +317,28 @@ def test_the_engine_is_usable_after_the_ladder(card, file):
             assert engine.position == 0
             after = engine.prefill([1, 2, 3]), engine.decode(4)
     assert all(np.array_equal(a, b) for a, b in zip(before, after))
+
+
+def louder(card, tokens: int) -> None:
+    card.b.logits *= np.float32(1.01)
+
+
+def other_row(card, tokens: int) -> None:
+    position = int(card.b.step[1]) - 1
+    rows = card.engine._pages.pool.reshape(card.dims.num_layers, 2, -1, card.dims.num_kv_heads, 16, card.dims.head_dim)
+    rows[-1, 1, card.b.block_table[position // 16], 0, position % 16] *= 2
+
+
+def other_in_a_row(card, tokens: int) -> None:
+    if tokens > 1:
+        card.b.logits[3] += np.float32(1e-4)
+
+
+@pytest.mark.parametrize("spoil, named", [(louder, ["logits"]), (other_row, ["rows of the cache"]), (other_in_a_row, ["several tokens a launch"])])
+def test_a_persistent_kernel_that_computes_something_else_is_named(card, files, monkeypatch, spoil, named):
+    monkeypatch.setattr(cardkit.PersistentKernel, "spoil", staticmethod(spoil))
+    found = failed(climb(card, files / "640.nanoqwen", "unit", "persistent"))
+    assert found and all(name.startswith("persistent kernel") for name in found) and any(word in name for word in named for name in found)
 
 
 # ------------------------------------------------------------------------------------------------------------ receipts

@@ -9,7 +9,6 @@ import cardkit
 import numpy as np
 import pytest
 from kernelmodels import MODELS, SEVEN, prefill_log
-from wgmmatext import wrapper
 
 from nanoqwen.config import data_path
 from nanoqwen.cuda import attention_plan as plan
@@ -41,18 +40,6 @@ def test_the_host_knows_the_shape_of_the_kernels(model):
     roles = {name: int(re.search(rf"{name} = (\d+)", header("attention_steps.cuh"))[1]) for name in ("kConsumerRegisters", "kProducerRegisters")}
     assert {u.registers * 3 for u in use.values()} == {2 * roles["kConsumerRegisters"] + roles["kProducerRegisters"]}
     assert plan.attention_shared_bytes(dims) <= SHARED_A_CTA
-
-
-def test_the_products_are_spelled_out_as_the_instruction_wants_them():
-    found = header("attention_wgmma.cuh")
-    found = found[found.index("template <bool kAdd") :]
-    assert found.split() == [*" ".join(spelled(n) for n in (64, 128)).split(), "}", "//", "namespace", "nanoqwen"]
-
-
-def spelled(n: int) -> str:
-    flags, switches = n // 2 + 5, ('"n"(static_cast<int>(kAdd))', '"n"(static_cast<int>(kTransposed))')
-    template = "template <bool kAdd, bool kTransposed> "
-    return wrapper(template, "attention_wgmma", n, clear=f"setp.ne.u32 add, %{flags}, 0", transposed=f"%{flags + 1}", more=switches)
 
 
 # ---------------------------------------------------------------------------------------------------------- index arithmetic

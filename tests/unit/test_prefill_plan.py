@@ -13,8 +13,10 @@ from wgmmatext import wrapper
 
 from nanoqwen.config import Dims, data_path
 from nanoqwen.cuda import prefill_plan as plans
+from nanoqwen.cuda.compile import parse_resources
 from nanoqwen.cuda.constants import PREFILL_CHUNK, LaunchShape
 from nanoqwen.cuda.memory import workspace_bytes
+from nanoqwen.cuda.prefill_cut import Work
 from nanoqwen.ladder import layouts
 
 LENGTHS = (1, 8, 9, 16, 17, 31, 32, 33, 50, 64, 65, 100, 128, 129, 255, 256, 257, 300, 511, 512, 513, 1000, 1024, 1025, 2047, 2048)
@@ -23,7 +25,7 @@ LENGTHS = (1, 8, 9, 16, 17, 31, 32, 33, 50, 64, 65, 100, 128, 129, 255, 256, 257
 class Walk:
     """The way of CTA `cta` through its items: first_position, next_position and item_at of kernels/prefill/gemm_work.cuh."""
 
-    def __init__(self, work: plans.Work, cta: int, grid: int, group: int) -> None:
+    def __init__(self, work: Work, cta: int, grid: int, group: int) -> None:
         self.w, self.cta, self.grid, self.units = work, cta, grid, plans.units_of(work.groups, group)
 
     def begin(self, cta: int) -> int:
@@ -52,7 +54,7 @@ class Walk:
         return w.main_rows + at // w.tail_tokens, at % w.tail_tokens * w.tail_width, w.tail_width, slot, first, last
 
 
-def check_walk(work: plans.Work, rows: int, group: int, sms: int) -> None:
+def check_walk(work: Work, rows: int, group: int, sms: int) -> None:
     """All CTAs together do every item from its first unit to its last, in as many parts as the readers count."""
     grid, units, found = work.grid(sms), plans.units_of(work.groups, group), {}
     assert 1 <= grid <= sms
@@ -78,6 +80,8 @@ def test_the_items_of_a_product_cover_it_exactly_once(model, sms):
     dims, group = MODELS[model]
     for n in LENGTHS:
         for name, product in plans.products(dims, group, n, PREFILL_CHUNK, sms).items():
+            if product.splits:
+                continue  # test_prefill_digits.py walks through these
             rows, cols = plans.shapes(dims)[name]
             cut, work = product.cut, product.cut.work(n, cols // group, group)
             shape = plans.SHAPES[product.kernel.removeprefix("gemm_swiglu" if name == "gate_up" else "gemm_parts")]
@@ -143,10 +147,28 @@ def test_the_host_knows_the_shapes_of_the_kernels(model):
     assert set(kernels) == {name + end for name in ("gemm_parts", "gemm_swiglu") for end in plans.SHAPES}
     assert {name + end for n in LENGTHS for name, of in (("gemm_parts", "o"), ("gemm_swiglu", "gate_up")) for end in plans.kind(n, of)} == set(kernels)
     lines = [f"static_assert({shape}::kThreads == {plans.gemm_threads(name)} && {shape}::kShared == {plans.gemm_shared_bytes(name, group)});" for name, shape in kernels.items()]
-    lines.append(f"static_assert(sizeof(Work) == {ctypes.sizeof(plans.Work)} && sizeof(Operands) == 32 && sizeof(PartsOut) == 16 && sizeof(SwigluOut) == 32 && sizeof(SwigluDirect) == 32);")
+    lines.append(f"static_assert(sizeof(Work) == {ctypes.sizeof(Work)} && sizeof(Operands) == 32 && sizeof(PartsOut) == 16 && sizeof(SwigluOut) == 32 && sizeof(SwigluDirect) == 32);")
     lines.append(f"static_assert(kUnit == {plans.UNIT} && kSlab == {plans.SLAB} && kSlab == {layouts.SLAB} && kStagedRing == {plans.STAGED} && kStageUnits == {plans.STAGE_UNITS});")
     text = source[: source.index("#define NANOQWEN_GEMM")] + "using namespace nanoqwen;\n" + "\n".join(lines)
     prefill_log(model, "shapes.cu", text)  # raises when an assertion does not hold
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_host_knows_the_shapes_of_the_norms(model):
+    """And nothing that a norm or RoPE holds while its loads are under way goes to local memory."""
+    dims, _ = MODELS[model]
+    lines = [f"static_assert({shape}::kCtas == {ctas} && {shape}::kThreads == {threads});" for shape, (ctas, threads) in
+             (("Tiled", plans.norm_shape("norm_rows_tiled", dims)), ("Spread", plans.norm_shape("norm_rows_spread", dims)), ("Spread", plans.norm_shape("norm_rows_digits", dims)))]  # fmt: skip
+    lines.append(f"static_assert(kRopeThreads == {plans.ROPE_THREADS} && kQuantiseThreads == {plans.QUANTISE_THREADS});")
+    text = (data_path("kernels") / "prefill/rows_tiled.cu").read_text(encoding="utf-8") + "\n".join(lines)
+    used = parse_resources(prefill_log(model, "rows_tiled.cu", text))
+    assert all(not use.stack_bytes and not use.spill_bytes for use in used.values()) and {*plans.NORMS} < {*used}
+
+
+def test_few_tokens_are_spread_over_the_card():
+    readers = {n: plans.products(SEVEN, 128, n, PREFILL_CHUNK, 132)["qkv"] for n in (1, 16, 17, 96, 97, 2048)}
+    assert [plans.norm_kernel(*of) for of in readers.items()] == ["norm_rows_digits"] * 2 + ["norm_rows_spread"] * 2 + ["norm_rows_tiled"] * 2
+    assert plans.norm_shape("norm_rows_tiled", SEVEN) == (1, 448) and plans.norm_shape("norm_rows_spread", SEVEN) == (4, 224)
 
 
 def gemm_kernels() -> dict[str, str]:
@@ -167,13 +189,16 @@ def test_the_wide_products_are_spelled_out_as_the_instruction_wants_them():
     """wgmma names each accumulator. The header's functions are one pattern for every width, and this is the pattern."""
     header = (data_path("kernels") / "prefill/wgmma.cuh").read_text(encoding="utf-8")
     widths = [int(n) for n in re.findall(r"m64n(\d+)k16", header)]
-    assert widths == sorted({w for shape in plans.SHAPES.values() for w in shape.widths})
-    found = header[header.index("__device__ __forceinline__ void wgmma(") :]
+    of_attention = {64, 128}  # tokens of a step, and either head's dimensions
+    assert widths == sorted({w for shape in plans.SHAPES.values() for w in shape.widths} | of_attention)
+    found = header[header.index("template <bool kAdd") :]
     assert found.split() == [*" ".join(spelled(n) for n in widths).split(), *"} // namespace nanoqwen".split()]
 
 
 def spelled(n: int) -> str:
-    return wrapper("", "wgmma", n, clear="setp.eq.u32 add, 0, 0", transposed="0")
+    flags, switches = n // 2 + 5, ('"n"(static_cast<int>(kAdd))', '"n"(static_cast<int>(kTransposed))')
+    template = "template <bool kAdd = true, bool kTransposed = false> "
+    return wrapper(template, "wgmma", n, clear=f"setp.ne.u32 add, %{flags}, 0", transposed=f"%{flags + 1}", more=switches)
 
 
 # ------------------------------------------------------------------------------------ on a card that numpy plays
@@ -240,24 +265,70 @@ def test_a_chunk_of_another_length_is_the_same_launches(small):
     assert all(a is b for a, b in zip(first, again))
     rope = next(launch for launch in again if launch.name == "rope_append_parts")
     dims = made._w.dims
-    assert grids[1] == (60,) and again[1].grid == (57,) and rope.grid == (57, -(-(dims.num_heads + 2 * dims.num_kv_heads) * dims.head_dim // 8 // 256))
-    assert rope.args[7] is made.span and (rope.args[9].value, rope.args[10].value) == (pools[1][0, 0].data.ptr, pools[1][0, 1].data.ptr)
-    assert next(launch for launch in again if launch.name == "gemm_swiglu_middle").args[0].n == 57
-    assert {launch.name for launch in made.launches(3, 0, pools[1])} >= {"gemm_parts_few", "gemm_swiglu_few"}
+    assert first[1].name == "norm_rows_spread" and grids[1] == (4 * 60,) and again[1].grid == (4 * 57,)
+    assert rope.grid == (57, -(-(dims.num_heads + 2 * dims.num_kv_heads) * dims.head_dim // 8 // 128))
+    assert rope.given[7] is made.span and (rope.given[9].value, rope.given[10].value) == (pools[1][0, 0].data.ptr, pools[1][0, 1].data.ptr)
+    assert next(launch for launch in again if launch.name == "gemm_swiglu_middle").given[0].n == 57
+    assert {launch.name for launch in made.launches(20, 0, pools[1])} >= {"gemm_parts_few", "gemm_swiglu_few", "norm_rows_spread"}
+    assert {launch.name for launch in made.launches(3, 0, pools[1])} >= {"norm_rows_digits", "gemm_parts_digits8", "gemm_swiglu_digits8", "gemm_parts_few", "quantise_tiles"}
+
+
+def test_few_tokens_pass_between_kernels_as_digits(small):
+    """Who writes digits, who reads them, and where; o and attention go on with FP16."""
+    made, _, pools = small
+    launches = made.launches(13, 0, pools[0], whole=True)
+    layer = [launch for launch in launches[1:] if launch.name != "last_row"][: (len(launches) - 2) // 2]
+    names = ("norm_rows_digits", "gemm_parts_digits16", "rope_append_parts", None, "gemm_parts_few", "norm_rows_digits", "gemm_swiglu_digits16", "quantise_tiles", "gemm_parts_digits16")
+    assert all(name in (None, launch.name) for name, launch in zip(names, layer, strict=True))
+    norms, tiles = (layer[0], layer[5]), layer[7]
+    assert all(norm.given[5] is made.x_digits and norm.given[6].value == 16 and norm.given[7] is made.factor and norm.grid == (4 * 13,) for norm in norms)
+    assert all(layer[i].given[1].x == made.x_digits.data.ptr and layer[i].given[1].splits for i in (1, 6))
+    assert tiles.given[0] is made.x_inner and tiles.given[2].value == 16 and tiles.given[3] is made.inner_digits and tiles.grid == (13, -(-made._w.dims.intermediate // 512))
+    assert layer[8].given[1].x == made.inner_digits.data.ptr and layer[4].given[1].x == made.x.data.ptr == layer[3].given[5].data.ptr
+    assert layer[1].grid == (layer[1].given[0].grid(cardkit.SMS),) and not made.x_digits.any(), "finite from the start"
+
+
+def test_a_chunk_ends_with_the_last_keys_and_values(small):
+    made, _, pools = small
+    chunk, whole = made.launches(20, 0, pools[0]), made.launches(20, 0, pools[0], whole=True)
+    assert [launch.name for launch in chunk[-2:]] == ["rope_append_parts", "last_row"] and all(a is b for a, b in zip(chunk, whole))
+    dims = made._w.dims
+    assert chunk[-1].grid == (-(-(dims.hidden + dims.q_size) // 1024),) and [launch.overlap for launch in whole] == [False] + [True] * (len(whole) - 1)
+    layers = [launch for launch in whole[1:] if launch.name != "last_row"]
+    first, last = layers[: len(layers) // 2], layers[len(layers) // 2 :]
+    assert [(launch.name, launch.grid) for launch in first] == [(launch.name, launch.grid) for launch in last] and len(whole) - len(chunk) == 5
+    again = made.launches(19, 0, pools[0], whole=True)
+    assert again[-1] is whole[-1] and again[-1].given[0].n == 19 and next(x for x in again[::-1] if x.name.startswith("norm")).grid == (4 * 19,)
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_prompt_ends_with_launches_of_a_step(small, draws):
+    from nanoqwen.cuda.decode import decode_launches, end_launches
+
+    made, _, pools = small
+    args = made._k, made._w, made._b, pools[0], LaunchShape(cardkit.SMS)
+    step, end = decode_launches(*args, opens_page=True, draws=draws), end_launches(*args, draws=draws)
+
+    def told(launch):
+        return launch.name, launch.region, launch.grid, [a.data.ptr if isinstance(a, np.ndarray) else getattr(a, "value", a) for a in launch.given]
+
+    assert [told(launch) for launch in end] == [told(launch) for launch in step[-len(end) :]] and end[0].name == "paged_attention"
+    for launches in (step, end):
+        assert not launches[0].overlap and all(launch.overlap for launch in launches[1:]), "it reads scalars and pages ahead of its own wait"
 
 
 def test_short_chunks_are_graphs_of_a_few_lengths(small):
     made, captured, pools = small
     stream = cardkit.Stream()
     made.prepare(pools[0], stream)
-    assert len(captured) == len(plans.graph_lengths(64)) == 8 and [grids[1][1] for grids in captured] == [(n,) for n in plans.graph_lengths(64)]
+    assert len(captured) == len(plans.graph_lengths(64)) == 8 and [grids[1][1] for grids in captured] == [(4 * n,) for n in plans.graph_lengths(64)]
     made.run([5, 6, 7], 4, pools[0], stream)
     assert made._told[:5].tolist() == [4, 3, 5, 6, 7] and made.ids[:3].tolist() == [5, 6, 7] and made.span.tolist() == [4, 3]
     made.run(list(range(17)), 30, pools[0], stream)
     assert len(captured) == 8 or captured[8:] and all("spread" in str(names) for names in captured[8:]), "nothing is captured twice"
     held = len(captured)
     made.run([1], 0, pools[1], stream)
-    assert len(captured) == held + 1 and captured[-1][1][1] == (8,), "the pool moved: once more"
+    assert len(captured) == held + 1 and captured[-1][1][1] == (4 * 8,), "the pool moved: once more"
 
 
 @pytest.mark.parametrize("peak, power", [(65504.0, 0), (32768.0, 0), (32752.0, 1), (1.0, 15), (2.0**-14, 29), (2.0**-20, 30), (0.0, 0)])
