@@ -12,16 +12,17 @@ import argparse
 import statistics
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 from nanoqwen.bench import card
 from nanoqwen.bench.ceiling import measure_ceiling
 from nanoqwen.bench.e2e import CHAIN, greedy
 from nanoqwen.bench.prepare import need_hopper, opened
+from nanoqwen.bench.program import run_program
 from nanoqwen.bench.protocol import Protocol, prompt_ids, sources, spread
 from nanoqwen.bench.receipts import write_receipt
 from nanoqwen.config import load_settings
 from nanoqwen.engines.base import Engine
-from nanoqwen.errors import NanoqwenError
 from nanoqwen.synthetic_pack import planned
 
 NAME = "launching"
@@ -164,22 +165,17 @@ def measure(tell: Callable[[str], None]) -> tuple[dict, dict, dict, dict[str, st
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print, write the receipt. Returns the exit status: 2 when it was refused, in one line."""
-    parser = argparse.ArgumentParser(prog=COMMAND, description="Ways to launch a decode step, for chapter 06.")
-    parser.add_argument("--dry", action="store_true", help="print and write no receipt")
-    args = parser.parse_args(arguments)
-    try:
+
+    def measured(args: argparse.Namespace) -> Callable[[], Path]:
         results, samples, device, versions = measure(print)
         protocol = {
             "batch": 1, "model": MODEL, "runs": Protocol.standard().runs, "steps": CHAIN, "steps_of_slow_variants": FEW, "time": "wall clock, idle card to idle card",
             "regions": f"mean of {REGION_STEPS} eager steps, between CUDA events", "greedy": True, "lock_clocks": False,
         }  # fmt: skip
-        if not args.dry:
-            rests_on = {*sources("launching", tuple(VARIANTS)), *_SOURCES}
-            print(write_receipt(NAME, COMMAND, results, samples, rests_on, protocol, device=device, versions=versions))
-    except NanoqwenError as error:
-        print(f"{COMMAND}: {error}")
-        return 2
-    return 0
+        rests_on = {*sources("launching", tuple(VARIANTS)), *_SOURCES}
+        return lambda: write_receipt(NAME, COMMAND, results, samples, rests_on, protocol, device=device, versions=versions)
+
+    return run_program(COMMAND, "Ways to launch a decode step, for chapter 06.", arguments, measured)
 
 
 if __name__ == "__main__":

@@ -16,11 +16,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from nanoqwen.bench.program import run_program
 from nanoqwen.bench.receipts import HOPPER_SOURCES, cpu_device, source_files, write_receipt
-from nanoqwen.errors import DeviceError, NanoqwenError
+from nanoqwen.errors import DeviceError
 from nanoqwen.model import schema
 from nanoqwen.packfile import open_pack
 from nanoqwen.packwriter import PackWriter
@@ -129,43 +130,43 @@ def summarise(samples: dict[str, list[dict[str, float]]], nbytes: int) -> dict:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, write the receipt, print where it is and what it says."""
-    parser = argparse.ArgumentParser(prog=COMMAND, description="Load a file of the 7B's shapes with cold and with warm caches of compiled kernels.")
-    parser.add_argument("--folder", type=Path, help="where to put the temporary file (6 GB free for the 7B; default: the system's)")
-    parser.add_argument("--model", default="7b", help="which synthetic model's shapes; a receipt is written for %(default)s only")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("file", nargs="?", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.child:
-        print(json.dumps(start_once(options.file)))
-        return 0
-    try:
+    """Measure, print, write the receipt of the 7B. Returns the exit status: 2 when it was refused, in one line."""
+
+    def options(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--folder", type=Path, help="where to put the temporary file (6 GB free for the 7B; default: the system's)")
+        parser.add_argument("--model", default="7b", help="which synthetic model's shapes; a receipt is written for %(default)s only")
+        parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+        parser.add_argument("file", nargs="?", type=Path, help=argparse.SUPPRESS)
+
+    def measured(args: argparse.Namespace) -> Callable[[], Path] | int:
+        if args.child:
+            print(json.dumps(start_once(args.file)))
+            return 0
         from nanoqwen.bench.prepare import need_hopper
 
         need_hopper("the weights go to the Hopper engines")
         samples: dict[str, list[dict[str, float]]] = {"cold": [], "warm": []}
-        with tempfile.TemporaryDirectory(dir=options.folder, prefix="nanoqwen-load-") as folder:
+        with tempfile.TemporaryDirectory(dir=args.folder, prefix="nanoqwen-load-") as folder:
             path = Path(folder) / "model.nanoqwen"
-            nbytes = write_file(path, options.model)
+            nbytes = write_file(path, args.model)
             for kind, sample in starts(path, Path(folder), COLD_RUNS, WARM_RUNS):
                 samples[kind].append(sample)
                 print(kind, ", ".join(f"{step.removesuffix('_s')} {sample[step]:.2f} s" for step in STEPS), flush=True)
-    except NanoqwenError as error:
-        print(f"{COMMAND}: error: {error}", file=sys.stderr)
-        return 2
-    results = summarise(samples, nbytes)
-    if options.model == "7b":
+        results = summarise(samples, nbytes)
+        print(json.dumps(results, indent=2))
+        if args.model != "7b":
+            return 0
         from nanoqwen.bench.card import device_facts
 
         device, versions = device_facts(None)
         protocol = {
-            "file": f"the shapes of {PREFIX}{options.model}, written just before", "file_cache": "in the system's page cache", "host": cpu_device()["name"],
+            "file": f"the shapes of {PREFIX}{args.model}, written just before", "file_cache": "in the system's page cache", "host": cpu_device()["name"],
             "cold": f"{COLD_RUNS} fresh processes, each with empty caches of compiled kernels", "warm": f"{WARM_RUNS} fresh processes, caches filled",
             "steps": list(STEPS), "summary": "medians",
         }  # fmt: skip
-        print(write_receipt(NAME, COMMAND, results, samples, source_files(ROOMS), protocol, device=device, versions=versions))
-    print(json.dumps(results, indent=2))
-    return 0
+        return lambda: write_receipt(NAME, COMMAND, results, samples, source_files(ROOMS), protocol, device=device, versions=versions)
+
+    return run_program(COMMAND, "Load a file of the 7B's shapes with cold and with warm caches of compiled kernels.", arguments, measured, options)
 
 
 if __name__ == "__main__":

@@ -1,27 +1,31 @@
 """Machine instructions of prefill's products (chapter 08): ``python -m nanoqwen.bench.prefill_instructions``. Needs nvdisasm and no card.
 
 The kernels are compiled for the 7B by NVRTC, as the engine compiles them. For every tile width the main loop is counted: one pass is a unit
-of 128 columns, in which a lane unpacks 128 weights, those of two row tiles of 16. Loops that a wait spins in are part of it.
+of 128 columns, in which a lane unpacks 128 weights, those of two row tiles of 16. Loops that a wait spins in are part of it. Products of digits, of up to 16 tokens
+(gemm_digits.cu), are other instructions and not among them.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Callable
+from pathlib import Path
 
-from nanoqwen.bench.receipts import source_files, write_receipt
+from nanoqwen.bench.program import run_program
+from nanoqwen.bench.receipts import nvrtc_version, source_files, write_receipt
 from nanoqwen.config import Dims, load_settings
 from nanoqwen.cuda import sass
 from nanoqwen.cuda.compile import compile_source
 from nanoqwen.cuda.constants import LaunchShape, constants_header
 from nanoqwen.cuda.prefill_plan import UNIT
-from nanoqwen.errors import DeviceError, NanoqwenError
+from nanoqwen.errors import DeviceError
 
 NAME, COMMAND = "prefill_instructions", "python -m nanoqwen.bench.prefill_instructions"
 KERNELS = ("gemm_parts", "gemm_swiglu")  # the sources; each has a kernel of every shape
 PATTERNS = (
     "kernels/prefill/gemm_*", "kernels/prefill/wgmma.cuh", "kernels/prefill/tiled_x.cuh", "kernels/common/*.cuh", "nanoqwen/cuda/constants.py",
-    "nanoqwen/cuda/prefill_plan.py", "nanoqwen/cuda/sass.py", "nanoqwen/bench/prefill_instructions.py", "config/nanoqwen.yaml",
+    "nanoqwen/cuda/prefill_cut.py", "nanoqwen/cuda/prefill_plan.py", "nanoqwen/cuda/sass.py", "nanoqwen/bench/prefill_instructions.py", "config/nanoqwen.yaml",
 )  # fmt: skip
 ROW_TILES, LANES = 2, 32
 WEIGHTS_A_LANE = ROW_TILES * 16 * UNIT // LANES
@@ -75,24 +79,17 @@ def count_instructions(dims: Dims, group: int) -> tuple[dict, dict]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog=COMMAND, description="count the machine instructions of prefill's products and write the receipt of chapter 08")
-    parser.add_argument("--dry", action="store_true", help="print, write no receipt")
-    args = parser.parse_args(arguments)
-    try:
+    """Count, print, write the receipt. Returns the exit status: 2 when it was refused, in one line."""
+
+    def counted(args: argparse.Namespace) -> Callable[[], Path]:
         results, samples = count_instructions(Dims.qwen2_5_coder_7b(), load_settings().quant.group)
         for kernel, found in results.items():
             for width, counts in found["widths"].items():
                 print(f"{kernel:<20}{width:>4} tokens{counts['instructions']:>6} instructions, {counts['hgmma']} HGMMA, {counts['per_weight']:.2f} a weight")
-        if not args.dry:
-            from cuda.bindings import nvrtc
+        protocol = {"target": "sm_90a", "compiler": "NVRTC", "weights_a_unit_and_lane": WEIGHTS_A_LANE, "columns_a_unit": UNIT, "nop": "not counted"}
+        return lambda: write_receipt(NAME, COMMAND, results, samples, source_files(PATTERNS), protocol, versions=nvrtc_version())
 
-            protocol = {"target": "sm_90a", "compiler": "NVRTC", "weights_a_unit_and_lane": WEIGHTS_A_LANE, "columns_a_unit": UNIT, "nop": "not counted"}
-            versions = {"nvrtc": ".".join(map(str, nvrtc.nvrtcVersion()[1:]))}
-            print(write_receipt(NAME, COMMAND, results, samples, source_files(PATTERNS), protocol, versions=versions))
-    except NanoqwenError as error:
-        print(f"{COMMAND}: {error}")
-        return 2
-    return 0
+    return run_program(COMMAND, "Machine instructions of prefill's products, for chapter 08.", arguments, counted)
 
 
 if __name__ == "__main__":

@@ -12,19 +12,20 @@ finish an instruction a clock.
 
 from __future__ import annotations
 
-import argparse
+import pathlib
 import statistics
 from collections.abc import Callable
 
 from nanoqwen.bench.ceiling import measure_ceiling
+from nanoqwen.bench.program import run_program
 from nanoqwen.bench.protocol import spread
-from nanoqwen.bench.receipts import write_receipt
+from nanoqwen.bench.receipts import nvrtc_version, write_receipt
 from nanoqwen.config import Dims
 from nanoqwen.cuda import sass
 from nanoqwen.cuda.compile import compile_source
 from nanoqwen.cuda.constants import LaunchShape
 from nanoqwen.engines import hopper_problem
-from nanoqwen.errors import DeviceError, NanoqwenError
+from nanoqwen.errors import DeviceError
 from nanoqwen.lessons.gemv import BUNDLE_BYTES, LANE_WEIGHTS, PATHS, PIPES, PIPES_SOURCE, SOURCES, Card, Path, header, matrix_bytes, shapes
 
 NAME, COUNTS = "unpack_paths", "unpack_instructions"
@@ -218,34 +219,27 @@ def table(title: str, rows: dict[str, dict], show: Callable) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure or count, print, write the receipt. Returns the exit status: 2 when it was refused, in one line."""
-    parser = argparse.ArgumentParser(prog=COMMAND, description="Error, speed and instructions of the arithmetic paths of chapter 07.")
-    parser.add_argument("--instructions", action="store_true", help="count machine instructions instead (no card; needs nvdisasm)")
-    parser.add_argument("--dry", action="store_true", help="print and write no receipt")
-    args = parser.parse_args(arguments)
-    try:
-        if args.instructions:
-            results, samples = count_instructions(Dims.qwen2_5_coder_7b())
-            for name, row in results.items():
-                print(f"{name:<14}{row}  {samples[name]}")
-            protocol = {"target": "sm_90a", "compiler": "NVRTC", "weights_a_bundle_and_lane": LANE_WEIGHTS, "shape": "gate", "nop": "not counted"}
-            given = (COUNTS, f"{COMMAND} --instructions", results, samples, COUNT_SOURCES, protocol)
-            from cuda.bindings import nvrtc
 
-            more = {"versions": {"nvrtc": ".".join(map(str, nvrtc.nvrtcVersion()[1:]))}}
-        else:
-            results, samples, device, versions = measure(print)
-            protocol = {
-                "batch": 1, "runs": RUNS, "l2_times": L2_TIMES, "bytes_a_sample": GRAPH_BYTES, "weights": "synthetic:7b, layer 0, copies of one matrix",
-                "activations": "FP16, standard normal", "in_graph": True, "dp4a": "a quantisation launch before every GEMV",
-                "resident_bundles_a_warp": RESIDENT_BUNDLES, "resident_shape": "gate", "lock_clocks": False,
-            }  # fmt: skip
-            given, more = (NAME, COMMAND, results, samples, BENCH_SOURCES, protocol), {"device": device, "versions": versions}
-        if not args.dry:
-            print(write_receipt(*given, **more))
-    except NanoqwenError as error:
-        print(f"{COMMAND}: {error}")
-        return 2
-    return 0
+    def counted() -> Callable[[], pathlib.Path]:
+        results, samples = count_instructions(Dims.qwen2_5_coder_7b())
+        for name, row in results.items():
+            print(f"{name:<14}{row}  {samples[name]}")
+        protocol = {"target": "sm_90a", "compiler": "NVRTC", "weights_a_bundle_and_lane": LANE_WEIGHTS, "shape": "gate", "nop": "not counted"}
+        return lambda: write_receipt(COUNTS, f"{COMMAND} --instructions", results, samples, COUNT_SOURCES, protocol, versions=nvrtc_version())
+
+    def measured() -> Callable[[], pathlib.Path]:
+        results, samples, device, versions = measure(print)
+        protocol = {
+            "batch": 1, "runs": RUNS, "l2_times": L2_TIMES, "bytes_a_sample": GRAPH_BYTES, "weights": "synthetic:7b, layer 0, copies of one matrix",
+            "activations": "FP16, standard normal", "in_graph": True, "dp4a": "a quantisation launch before every GEMV",
+            "resident_bundles_a_warp": RESIDENT_BUNDLES, "resident_shape": "gate", "lock_clocks": False,
+        }  # fmt: skip
+        return lambda: write_receipt(NAME, COMMAND, results, samples, BENCH_SOURCES, protocol, device=device, versions=versions)
+
+    return run_program(
+        COMMAND, "Error, speed and instructions of the arithmetic paths of chapter 07.", arguments, lambda args: counted() if args.instructions else measured(),
+        lambda parser: parser.add_argument("--instructions", action="store_true", help="count machine instructions instead (no card; needs nvdisasm)"),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

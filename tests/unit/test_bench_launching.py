@@ -156,7 +156,9 @@ def test_the_receipt_has_what_the_chapter_reads(hopper, monkeypatch, tmp_path, c
 
 def test_refusal_is_one_line_without_a_card(capsys, monkeypatch):
     monkeypatch.setattr("nanoqwen.bench.prepare.hopper_problem", lambda: "there is none")
-    assert launching.main([]) == 2 and capsys.readouterr().out.count("\n") == 1
+    assert launching.main([]) == 2
+    said = capsys.readouterr()
+    assert said.err.count("\n") == 1 and said.err.startswith(f"{launching.COMMAND}: error: ") and "there is none" in said.err and not said.out
 
 
 def test_the_kernels_compile_small_and_without_local_memory():
