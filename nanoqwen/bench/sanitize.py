@@ -2,7 +2,7 @@
 
 memcheck looks for accesses outside an array and for API calls that fail, racecheck for two threads that use the same shared memory without
 a barrier between them, synccheck for wrong use of barriers. The receipt is about these three; initcheck, which looks for reads of memory that
-nobody wrote, can be asked for. Each runs ``nanoqwen.bench.sanitize_run``, in a process of its own with a time limit. The receipt says
+nobody wrote, can be asked for. Each runs ``nanoqwen.bench.sanitize_run``, in a process of its own with a time limit, racecheck in several. The receipt says
 what was found, and it is only written when nothing was and when every kernel of the runtime was launched.
 
 Reports are printed in full. One kind is not counted as an error: a failed question to the driver where a function is
@@ -25,25 +25,34 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanoqwen.bench.receipts import HOPPER_SOURCES, source_files, write_receipt
-from nanoqwen.errors import DeviceError, NanoqwenError
+from nanoqwen.bench.program import run_program
+from nanoqwen.bench.receipts import HOPPER_SOURCES, PERSISTENT_SOURCES, source_files, write_receipt
+from nanoqwen.errors import DeviceError
 
 NAME = "sanitize"
 COMMAND = "python -m nanoqwen.bench.sanitize"
 #: Files whose change can make a kernel wrong; ``sources`` lists them.
-ROOMS = ("nanoqwen/bench/sanitize.py", "nanoqwen/bench/sanitize_run.py", *HOPPER_SOURCES)
+ROOMS = ("nanoqwen/bench/sanitize.py", "nanoqwen/bench/sanitize_run.py", *HOPPER_SOURCES, *PERSISTENT_SOURCES)
 TIMEOUT_S = 180
+#: mbarriers of a CTA, at most. Left to themselves the tools count the places in the code that initialise one, and a place in a loop initialises many: accesses
+#: that the others keep apart were then reported as races.
+BARRIERS = ("--num-cuda-barriers", "128")
 #: Options of each tool. Padding keeps allocations apart, so that an overrun of one does not end in the next.
 TOOLS = {
     "memcheck": ("--padding", "256", "--report-api-errors", "explicit"),
-    "racecheck": (),
-    "synccheck": (),
+    "racecheck": ("--print-limit", "20", *BARRIERS),
+    "synccheck": BARRIERS,
     "initcheck": ("--print-limit", "20"),
 }
 #: The tools of the receipt.
 USUAL = ("memcheck", "racecheck", "synccheck")
 #: These look at our kernels only: what CuPy launches is not ours to mend, and racecheck multiplies its time.
 OURS_ONLY = ("racecheck", "synccheck", "initcheck")
+#: racecheck looks at some of the kernels in each of so many processes, which run side by side; the slowest ones have a process of their own.
+PORTIONS = 8
+ALONE = ("sample", "persistent")
+#: Of a kernel with many barriers of a cluster, each of which racecheck takes a second for, it looks at so many launches.
+LAUNCHES = {"sample": 2}
 TOOLKIT = Path("/usr/local/cuda/bin")
 PREFIX = "========= "
 _PROBE = re.compile(r" on CUDA API call to cuGetProcAddress(_v2)?\b")
@@ -58,10 +67,6 @@ class Outcome:
     probes: int
     reports: list[str]
     summary: str
-
-    def as_dict(self) -> dict:
-        """For the receipt."""
-        return {"errors": self.errors, "warnings": self.warnings, "driver_probes": self.probes}
 
 
 def parse(text: str) -> Outcome:
@@ -119,10 +124,21 @@ def version_of(sanitizer: Path) -> str:
     return found[1]
 
 
+def portions(tool: str, kernels: Sequence[str]) -> list[list[str]]:
+    """The kernels that each process of ``tool`` looks at. Every process launches all of them."""
+    if tool != "racecheck":
+        return [list(kernels)]
+    alone = [[name] for name in kernels if name in ALONE]
+    rest = [name for name in kernels if name not in ALONE]
+    many = max(1, min(PORTIONS - len(alone), len(rest)))
+    return [portion for portion in (rest[k::many] for k in range(many)) if portion] + alone
+
+
 def command_of(tool: str, sanitizer: Path, kernels: Sequence[str], program: Sequence[str]) -> list[str]:
     """The command line that runs ``program`` under ``tool``."""
     only = [word for name in kernels for word in ("--kernel-name", f"kernel_name={name}")] if tool in OURS_ONLY else []
-    return [str(sanitizer), "--tool", tool, *TOOLS[tool], *only, *program]
+    few = ["--launch-count", str(LAUNCHES[kernels[0]])] if tool == "racecheck" and len(kernels) == 1 and kernels[0] in LAUNCHES else []
+    return [str(sanitizer), "--tool", tool, *TOOLS[tool], *only, *few, *program]
 
 
 def run_tool(tool: str, sanitizer: Path, kernels: Sequence[str], timeout: float = TIMEOUT_S, program: Sequence[str] | None = None) -> tuple[Outcome, dict, float]:
@@ -136,7 +152,7 @@ def run_tool(tool: str, sanitizer: Path, kernels: Sequence[str], timeout: float 
         answer, started = Path(folder) / "launched.json", time.perf_counter()
         try:
             done = subprocess.run(
-                command_of(tool, sanitizer, kernels, [*program, str(answer)]),
+                command_of(tool, sanitizer, kernels, [*program, str(answer), tool]),
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", errors="replace", timeout=timeout,
             )  # fmt: skip
         except subprocess.TimeoutExpired as expired:
@@ -161,9 +177,11 @@ def kernel_names() -> list[str]:
     from nanoqwen.bench.sanitize_run import CASES
     from nanoqwen.cuda.compile import compile_all
     from nanoqwen.cuda.constants import LaunchShape, constants_header
+    from nanoqwen.cuda.persistent_plan import compile_persistent
 
-    case = CASES["embedded"]  # names depend on no model and on no card; 132 SMs has an H100
-    return sorted({name for binary in compile_all(constants_header(case.dims, case.group, LaunchShape(132))) for name in binary.kernels})
+    case, shape = CASES["embedded"], LaunchShape(132)  # names depend on no model and on no card; 132 SMs has an H100
+    binaries = [*compile_all(constants_header(case.dims, case.group, shape)), compile_persistent(case.dims, case.group, shape)]
+    return sorted({name for binary in binaries for name in binary.kernels})
 
 
 def sources() -> list[str]:
@@ -178,53 +196,63 @@ def run(tools: Sequence[str], sanitizer: Path, tell: Callable[[str], None], time
     """
     from nanoqwen.bench.sanitize_run import CASES
 
-    version, names, results, samples, kernels, broken = version_of(sanitizer), kernel_names(), {}, {}, [], []
-    with ThreadPoolExecutor(len(tools)) as pool:  # each is a process of its own, and most of its time is the tool's own work on the host
-        running = {pool.submit(run_tool, tool, sanitizer, names, timeout): tool for tool in tools}
+    version, names, found, kernels, broken = version_of(sanitizer), kernel_names(), {}, [], []
+    work = [(tool, portion) for tool in tools for portion in portions(tool, names)]
+    with ThreadPoolExecutor(len(work)) as pool:  # each is a process of its own, and most of its time is the tool's own work on the host
+        running = {pool.submit(run_tool, tool, sanitizer, portion, timeout): (tool, portion) for tool, portion in work}
         for done in as_completed(running):
-            tool = running[done]
+            tool, portion = running[done]
             try:
                 outcome, launched, seconds = done.result()
             except DeviceError as error:
-                broken.append(str(error))
+                broken.append(f"{error} ({', '.join(portion)})" if portion != names else str(error))
                 continue
             kernels = launched["launched"] or kernels
-            results[tool] = {**outcome.as_dict(), "seconds": round(seconds, 1)}
-            samples[tool] = {"summary": outcome.summary, "reports": outcome.reports}
-            tell(f"{tool}: {outcome.errors} errors, {outcome.warnings} warnings, {outcome.probes} driver probes, {seconds:.1f} s ({outcome.summary})")
+            found.setdefault(tool, []).append((outcome, seconds))
+            looked_at = "" if portion == names else f" [{', '.join(portion)}]"
+            tell(f"{tool}{looked_at}: {outcome.errors} errors, {outcome.warnings} warnings, {outcome.probes} driver probes, {seconds:.1f} s ({outcome.summary})")
             for report in outcome.reports:
                 tell(report)
     if broken:
         raise DeviceError("; ".join(broken))
-    in_order = {tool: results[tool] for tool in tools}
-    return {"sanitizer": version, "tools": in_order, "kernels": kernels, "cases": list(CASES)}, {tool: samples[tool] for tool in tools}
+    results = {
+        tool: {
+            **{count: sum(getattr(outcome, count) for outcome, _ in found[tool]) for count in ("errors", "warnings")},
+            "driver_probes": sum(outcome.probes for outcome, _ in found[tool]), "processes": len(found[tool]), "seconds": round(max(seconds for _, seconds in found[tool]), 1),
+        }
+        for tool in tools
+    }  # fmt: skip
+    samples = {tool: {"summaries": [outcome.summary for outcome, _ in found[tool]], "reports": [report for outcome, _ in found[tool] for report in outcome.reports]} for tool in tools}
+    return {"sanitizer": version, "tools": results, "kernels": kernels, "cases": list(CASES)}, samples
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the tools, print what they report, write the receipt when it is clean. The exit status is 1 when it is not, 2 when nothing could be run."""
-    parser = argparse.ArgumentParser(prog=COMMAND, description="Run every kernel under compute-sanitizer's tools and write the receipt.")
-    parser.add_argument("--tool", action="append", choices=list(TOOLS), help="only this tool, and no receipt; may be given several times")
-    parser.add_argument("--sanitizer", metavar="PATH", type=Path, help="the program compute-sanitizer (default: found)")
-    parser.add_argument("--timeout", metavar="S", type=float, default=TIMEOUT_S, help="seconds that one tool may take (default: %(default)s)")
-    options = parser.parse_args(arguments)
-    try:
+
+    def options(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--tool", action="append", choices=list(TOOLS), help="only this tool, and no receipt; may be given several times")
+        parser.add_argument("--sanitizer", metavar="PATH", type=Path, help="the program compute-sanitizer (default: found)")
+        parser.add_argument("--timeout", metavar="S", type=float, default=TIMEOUT_S, help="seconds that one tool may take (default: %(default)s)")
+
+    def checked(args: argparse.Namespace) -> Callable[[], Path] | int:
+        from nanoqwen.bench.card import device_facts
         from nanoqwen.bench.prepare import need_hopper
 
         need_hopper("the sanitizers run the Hopper kernels")
-        results, samples = run(options.tool or USUAL, options.sanitizer or find_sanitizer(), tell=lambda line: print(line, flush=True), timeout=options.timeout)
-    except NanoqwenError as error:
-        print(f"{COMMAND}: error: {error}", file=sys.stderr)
-        return 2
-    if any(tool["errors"] for tool in results["tools"].values()):
-        print("errors were found: no receipt", file=sys.stderr)
-        return 1
-    if not options.tool:
-        from nanoqwen.bench.card import device_facts
-
+        results, samples = run(args.tool or USUAL, args.sanitizer or find_sanitizer(), tell=lambda line: print(line, flush=True), timeout=args.timeout)
+        if any(tool["errors"] for tool in results["tools"].values()):
+            print("errors were found: no receipt", file=sys.stderr)
+            return 1
+        if args.tool:
+            return 0
         device, versions = device_facts(None)
-        protocol = {"tools": {tool: " ".join(TOOLS[tool]) for tool in USUAL}, "own_kernels_only": list(OURS_ONLY), "memory": "an allocation an array"}
-        print(write_receipt(NAME, COMMAND, results, samples, sources(), protocol, device=device, versions=versions))
-    return 0
+        protocol = {
+            "tools": {tool: " ".join(TOOLS[tool]) for tool in USUAL}, "own_kernels_only": list(OURS_ONLY), "memory": "an allocation an array",
+            "racecheck_launches": LAUNCHES, "racecheck_builds": "readers of a place that is filled again have a proxy fence of their own",
+        }  # fmt: skip
+        return lambda: write_receipt(NAME, COMMAND, results, samples, sources(), protocol, device=device, versions=versions)
+
+    return run_program(COMMAND, "Run every kernel under compute-sanitizer's tools and write the receipt.", arguments, checked, options)
 
 
 if __name__ == "__main__":

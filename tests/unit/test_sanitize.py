@@ -14,7 +14,8 @@ from nanoqwen.bench.sanitize_run import CASES, CEILING_BYTES, MORE
 from nanoqwen.config import data_path, load_settings
 from nanoqwen.cuda.attention_plan import ATTENTIONS, attention_kernel
 from nanoqwen.cuda.constants import PREFILL_CHUNK, check_supported
-from nanoqwen.cuda.prefill_plan import products
+from nanoqwen.cuda.persistent_plan import SETTINGS
+from nanoqwen.cuda.prefill_plan import SHAPES, STAGED, products
 from nanoqwen.errors import DeviceError
 
 CLEAN = "========= COMPUTE-SANITIZER\nprinted by the program\n========= ERROR SUMMARY: 0 errors\n"
@@ -82,6 +83,22 @@ def test_races():
     assert found.reports[0].endswith("[508 hazards]") and "argmax" in found.reports[1]
 
 
+def test_no_kernel_has_more_barriers_than_the_tools_are_told():
+    plan = data_path("kernels", "persistent", "plan.cuh").read_text(encoding="utf-8")
+    assert plan.count("Barrier full, empty;") == 1 and "Barrier tile_full[kTileRing], tile_empty[kTileRing], go, begun;" in plan
+    assert 2 * SETTINGS["kMostUnits"] + 2 * 2 + 2 <= int(sanitize.BARRIERS[1]) and "kTileRing = 2" in plan
+    assert all(2 * (shape.stages + shape.slots) + STAGED <= int(sanitize.BARRIERS[1]) for shape in SHAPES.values())
+
+
+def test_racecheck_is_shared_among_processes():
+    names = [f"k{i}" for i in range(20)] + ["sample", "persistent"]
+    found = sanitize.portions("racecheck", names)
+    assert sorted(name for portion in found for name in portion) == sorted(names) and len(found) == sanitize.PORTIONS and ["sample"] in found and ["persistent"] in found
+    assert sanitize.portions("memcheck", names) == [names] and sanitize.portions("racecheck", ["a"]) == [["a"]]
+    assert "--launch-count" in sanitize.command_of("racecheck", "s", ["sample"], []) and "--launch-count" not in sanitize.command_of("racecheck", "s", ["a"], [])
+    assert "--launch-count" not in sanitize.command_of("memcheck", "s", ["sample"], [])
+
+
 def test_a_tool_that_broke_down():
     with pytest.raises(DeviceError, match="without a summary.*Killed"):
         sanitize.parse("========= COMPUTE-SANITIZER\nKilled\n")
@@ -107,11 +124,11 @@ def test_no_sanitizer_is_one_line(tmp_path, monkeypatch):
 
 
 def fake_sanitizer(folder, body: str):
-    """A program in the sanitizer's place: the last word of its command line is the file that the program under test writes."""
+    """A program in the sanitizer's place: the last words of its command line are the file that the program under test writes and the tool."""
     path = folder / "compute-sanitizer"
     path.write_text(
         f"#!{sys.executable}\nimport json, sys, time\nif '--version' in sys.argv: print('NVIDIA (R) Compute Sanitizer\\nVersion 2025.3.1.0 (build 1)'); sys.exit()\n"
-        "def answer(kernels, launched): json.dump({'kernels': kernels, 'launched': launched, 'cases': []}, open(sys.argv[-1], 'w', encoding='utf-8'))\n" + body,
+        "def answer(kernels, launched): json.dump({'kernels': kernels, 'launched': launched, 'cases': []}, open(sys.argv[-2], 'w', encoding='utf-8'))\n" + body,
         encoding="utf-8",
     )
     path.chmod(0o755)
@@ -119,11 +136,11 @@ def fake_sanitizer(folder, body: str):
 
 
 def test_a_tool_is_run_with_its_options(tmp_path):
-    fake = fake_sanitizer(tmp_path, f"answer(['a'], ['a', 'b'])\nprint('========= ' + ' '.join(sys.argv[1:-1]))\nprint({CLEAN!r})")
+    fake = fake_sanitizer(tmp_path, f"answer(['a'], ['a', 'b'])\nprint('========= ' + ' '.join(sys.argv[1:-2]))\nprint({CLEAN!r})")
     assert sanitize.version_of(fake) == "2025.3.1.0"
     outcome, launched, seconds = sanitize.run_tool("racecheck", fake, ["a", "b"])
     assert launched["launched"] == ["a", "b"] and seconds > 0
-    assert outcome.reports == [f"--tool racecheck --kernel-name kernel_name=a --kernel-name kernel_name=b {sys.executable} -m nanoqwen.bench.sanitize_run"]
+    assert outcome.reports == [f"--tool racecheck --print-limit 20 --num-cuda-barriers 128 --kernel-name kernel_name=a --kernel-name kernel_name=b {sys.executable} -m nanoqwen.bench.sanitize_run"]
     assert "kernel_name" not in sanitize.run_tool("memcheck", fake, ["a"])[0].reports[0]
 
 
@@ -157,7 +174,7 @@ def test_the_models_take_what_the_kernels_distinguish():
     lengths = {length for case in CASES.values() for length in case.prompts}
     assert {1, page - 1, page, page + 1} <= lengths
     sources = "".join(path.read_text(encoding="utf-8") for path in (data_path("kernels") / "prefill").glob("gemm_*.cu"))
-    assert gemms == set(re.findall(r"^NANOQWEN_GEMM\(\w+\) (\w+)\(", sources, re.M)), "every product of prefill is met"
+    assert gemms == set(re.findall(r"^NANOQWEN_(?:GEMM\(\w+\)|DIGITS) (\w+)\(", sources, re.M)), "every product of prefill is met"
     assert all(any(length < page < length + case.steps for length in case.prompts) for case in CASES.values()), "each model's steps cross a page"
     attentions = {(attention_kernel(case.dims, MORE, n + case.steps, 132), case.dims.head_dim) for case in CASES.values() for n in case.prompts}
     assert attentions == {(kernel, head_dim) for kernel in ATTENTIONS for head_dim in (64, 128)}, "both of its attentions, for heads of either size"
