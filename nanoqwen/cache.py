@@ -47,7 +47,21 @@ def use_for_cupy(environ: MutableMapping[str, str]) -> None:
         try:
             environ["CUPY_CACHE_DIR"] = str(cache_folder(environ, []) / "cupy")
         except InputError:  # no folder at all: CuPy will say so
-            pass
+            environ.pop("CUPY_CACHE_DIR", None)  # CuPy would take an empty one for a name
+
+
+def cupy_trouble(error: Exception, environ: Mapping[str, str]) -> str | None:
+    """What to say when CuPy's import raised ``error`` because its cache folder cannot be made; None when it is not about that folder.
+
+    CuPy makes it, parents first: the error names the folder or one above it.
+    """
+    chosen = environ.get("CUPY_CACHE_DIR")
+    folder = Path(chosen or os.path.expanduser("~/.cupy/kernel_cache"))
+    if not isinstance(error, OSError) or error.filename is None or Path(error.filename) not in (folder, *folder.parents):
+        return None
+    if chosen:
+        return f"CUPY_CACHE_DIR: {folder} cannot be written ({error.strerror}); set it to a folder that can, or unset it"
+    return f"CuPy's folder {folder} cannot be written ({error.strerror}); set CUPY_CACHE_DIR to one that can"
 
 
 def candidates(environ: Mapping[str, str]) -> list[Path]:

@@ -22,7 +22,7 @@ DIMS = Dims(num_layers=2, hidden=128, intermediate=128, num_heads=2, num_kv_head
 PAGE = 16
 #: An id whose row in the cache overflows.
 LOUD = 299
-_HOPPER_MODULES = ("engines.hopper", "cuda.decode", "cuda.launch", "cuda.prefill", "cuda.tensor_map", "cuda.weights", "cuda.staging")
+_HOPPER_MODULES = ("engines.hopper", "engines.persistent", "cuda.persistent", "cuda.decode", "cuda.launch", "cuda.prefill", "cuda.tensor_map", "cuda.weights", "cuda.staging")
 
 
 def logits_of(ids: list[int]) -> np.ndarray:
@@ -68,6 +68,12 @@ class Stream:
         while self.queue and (upto is None or len(self.queue) > upto):
             self.queue.pop(0)()
 
+    def is_busy(self) -> bool:
+        """While the host looks, the card gets on."""
+        if self.queue:
+            self.queue.pop(0)()
+        return bool(self.queue)
+
     def begin_capture(self) -> None:
         self.captured = []
 
@@ -96,11 +102,14 @@ class Event:
 
 
 class Card:
-    """``install`` puts the stand-ins in place; ``log`` lists the kernels that ran, ``free`` are the values that may yet be allocated."""
+    """``install`` puts the stand-ins in place; ``log`` lists the kernels that ran, ``free`` are the values that may yet be allocated,
+    ``chunks`` the tokens of each capture of the persistent kernel, ``story`` what its watchdog says."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
         self.free: float = float("inf")
+        self.chunks: list[int] = []
+        self.story: str | None = None
 
     def install(self, monkeypatch) -> ModuleType:
         """nanoqwen.engines.hopper, on this card."""
@@ -118,12 +127,16 @@ class Card:
         hopper = _import_anew(monkeypatch)
         monkeypatch.setattr(hopper, "Kernels", lambda constants, cache: None)
         monkeypatch.setattr(hopper, "Prefill", lambda kernels, weights, buffers, shape, chunk, capture: SimpleNamespace(run=self._prefill(buffers), prepare=lambda pool, stream: None))
-        monkeypatch.setattr(hopper, "head_launches", self._head)
+        monkeypatch.setattr(hopper, "end_launches", self._head)
         monkeypatch.setattr(hopper, "decode_launches", self._decode)
+        persistent = sys.modules["nanoqwen.engines.persistent"]
+        monkeypatch.setattr(persistent, "PersistentKernel", lambda weights, shape, cache, settings: SimpleNamespace(launch=self._persistent, story=lambda: self.story, size={"ctas": 4}))
+        monkeypatch.setattr(persistent, "is_busy", Stream.is_busy)
+        monkeypatch.setattr(persistent, "LOOKS", 1)
         return hopper
 
     def open(self, hopper: ModuleType, name: str = "graph", **options):
-        return hopper.HopperEngine(SimpleNamespace(dims=DIMS, group=128, entries=DIMS.vocab), name=name, **options)
+        return hopper.make_engine(SimpleNamespace(dims=DIMS, group=128, entries=DIMS.vocab), name, **options)
 
     def _new(self, array: np.ndarray) -> Array:
         if array.size > self.free:
@@ -137,22 +150,39 @@ class Card:
             self.log.append(name)
             work()
 
-        return lambda stream: stream.enqueue(run)
+        def launch(stream):
+            stream.enqueue(run)
+
+        launch.serial = lambda: launch
+        return launch
 
     def _decode(self, kernels, weights, buffers, pool, shape, *, opens_page, draws=False):
-        def page_open():
-            np.ndarray.__setitem__(pool, (slice(None), slice(None), int(buffers.block_table[buffers.step[1] // PAGE])), 0)
+        opening = [self._kernel("page_open", lambda: _page_open(buffers, pool))] if opens_page else []
+        return [*opening, self._kernel("body", lambda: _body(buffers, pool)), *self._head(kernels, weights, buffers, pool, shape, draws=draws)]
 
-        def body():
-            _append(pool, buffers.block_table, int(buffers.step[1]), [int(buffers.step[0])])
-            buffers.pool = pool
+    def _persistent(self, buffers, pool, tokens, *, chooses=True):
+        """Token by token, so that an id is told while later ones are yet to come. The kernel opens pages itself."""
 
-        opening = [self._kernel("page_open", page_open)] if opens_page else []
-        return [*opening, self._kernel("body", body), *self._head(kernels, weights, buffers, shape, None, draws=draws)]
+        def opening():
+            if buffers.step[1] % PAGE == 0:
+                self.log.append("page_open")
+                _page_open(buffers, pool)
 
-    def _head(self, kernels, weights, buffers, shape, parts, *, draws=False):
+        head = self._head(None, None, buffers, pool, None, draws=not chooses)
+        token = [self._kernel("body", lambda: _body(buffers, pool)), *(head if chooses else head[:-1])]
+
+        def launch(stream):
+            self.chunks.append(tokens)
+            for _ in range(tokens):
+                stream.enqueue(opening)
+                for work in token:
+                    work(stream)
+
+        return launch
+
+    def _head(self, kernels, weights, buffers, pool, shape, *, draws=False):
         def lm_head():
-            np.ndarray.__setitem__(buffers.logits, slice(0, DIMS.vocab), _logits(buffers.pool, buffers.block_table, int(buffers.step[1])))
+            np.ndarray.__setitem__(buffers.logits, slice(0, DIMS.vocab), _logits(pool, buffers.block_table, int(buffers.step[1])))
 
         def argmax():
             ids = np.arange(DIMS.vocab)
@@ -175,7 +205,7 @@ class Card:
         def run(chunk, at, pool, stream):
             def work():
                 _append(pool, buffers.block_table, at, chunk)
-                buffers.pool = pool
+                np.ndarray.__setitem__(buffers.step, slice(None), [chunk[-1], at + len(chunk) - 1, -1])
 
             self._kernel("prefill", work)(stream)
 
@@ -188,7 +218,7 @@ def _import_anew(monkeypatch) -> ModuleType:
     for package, short, full in homes:
         monkeypatch.delitem(sys.modules, full, raising=False)
         monkeypatch.delattr(package, short, raising=False)
-    hopper = importlib.import_module("nanoqwen.engines.hopper")
+    hopper, _ = (importlib.import_module(f"nanoqwen.engines.{name}") for name in ("hopper", "persistent"))
     for package, short, full in homes:
         if full in sys.modules:
             module = sys.modules.pop(full)
@@ -196,6 +226,14 @@ def _import_anew(monkeypatch) -> ModuleType:
             monkeypatch.setitem(sys.modules, full, module)
             monkeypatch.setattr(package, short, module, raising=False)
     return hopper
+
+
+def _page_open(buffers, pool) -> None:
+    np.ndarray.__setitem__(pool, (slice(None), slice(None), int(buffers.block_table[buffers.step[1] // PAGE])), 0)
+
+
+def _body(buffers, pool) -> None:
+    _append(pool, buffers.block_table, int(buffers.step[1]), [int(buffers.step[0])])
 
 
 def _advance(buffers, chosen: int) -> None:

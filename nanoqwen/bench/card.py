@@ -7,11 +7,13 @@ kernels has to. Nothing else does. ``cupy`` is imported where it is used, so thi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from nanoqwen.bench.receipts import nvrtc_version
 from nanoqwen.config import Dims
 from nanoqwen.engines.base import Engine
+from nanoqwen.errors import DeviceError
 
 
 def current(device: str | None):
@@ -21,33 +23,40 @@ def current(device: str | None):
     return cupy.cuda.Device(_index(device))
 
 
-def compile_all(dims: Dims, group: int, device: str | None) -> tuple[float, str]:
-    """(seconds, "compiled" or "from the cache") for every kernel of the model."""
+def compile_all(dims: Dims, group: int, device: str | None, engine: str) -> tuple[float, str]:
+    """(seconds, "compiled" or "from the cache") for every kernel of the model that ``engine`` compiles."""
     import cupy
 
     from nanoqwen.cuda import compile as compiler
     from nanoqwen.cuda.constants import LaunchShape, constants_header
+    from nanoqwen.cuda.persistent_plan import compile_persistent
     from nanoqwen.engines.hopper import kernel_cache
 
     cache = kernel_cache()
     sms = cupy.cuda.runtime.getDeviceProperties(_index(device))["multiProcessorCount"]
-    header = constants_header(dims, group, LaunchShape(sms))
+    shape = LaunchShape(sms)
+    header = constants_header(dims, group, shape)
     held = set(cache.glob("*.log")) if cache else set()
     started = time.perf_counter()
     compiler.compile_all(header, cache)
+    if engine == "persistent":
+        compile_persistent(dims, group, shape, cache)
     seconds = time.perf_counter() - started
-    total = len(compiler.kernel_sources())
+    total = len(compiler.kernel_sources()) + (engine == "persistent")
     fresh = len(set(cache.glob("*.log")) - held) if cache else total
     return seconds, f"{fresh} of {total} sources compiled" if fresh else "all from the cache"
 
 
 def capture_seconds(engine: Engine) -> float | None:
-    """Seconds to capture all graphs once more; None for an engine without graphs. (The engine did it while it was opened.)"""
-    if engine.name != "graph":
+    """Seconds to make the launches and capture their graphs once more; None for an engine without graphs. (The engine did it while it was opened.)"""
+    if engine.name == "eager":
         return None
     started = time.perf_counter()
-    for launches in engine._launches.values():
-        engine._capture(launches)
+    if engine.name == "persistent":
+        engine._make_launches()
+    else:
+        for launches in engine._launches.values():
+            engine._capture(launches)
     engine._prefiller.prepare(engine._pages.pool, engine._stream)
     return time.perf_counter() - started
 
@@ -64,6 +73,32 @@ def chained_ms(engine: Engine, token: int, steps: int, runs: int) -> list[float]
         return [ms / steps for ms in timed(engine, lambda: engine.run_ahead(token, steps), runs, cupy)]
     finally:
         engine.drop_ahead()
+
+
+def kernel_ms(engine: Engine, kernel, token: int, steps: int, each: int, runs: int, **choices: int) -> tuple[list[float], list[list[int]]]:
+    """(device milliseconds of a token, ids told) of every run of ``steps`` tokens by the persistent ``kernel``, which has the weights of ``engine``
+    and decodes ``each`` tokens a launch, in a graph; ``choices`` go to its launch. The cache of ``engine`` is as before afterwards.
+
+    Raises DeviceError when the kernel's watchdog has ended it: nothing on the card answers this process any more.
+    """
+    import cupy
+
+    at, chains = engine.position, []
+    engine._hold(at + steps)
+    graph = engine._capture([kernel.launch(engine._buffers, engine._pages.pool, each, **choices)] * (steps // each))
+
+    def work() -> None:
+        engine._place(token, at)
+        graph.launch(engine._stream)
+
+    try:
+        samples = timed(engine, work, runs, cupy, lambda: chains.append(engine._buffers.told[at : at + steps].tolist()))
+    except Exception:
+        if story := kernel.story():
+            raise DeviceError(story) from None
+        raise
+    engine.drop_ahead()
+    return [ms / steps for ms in samples], chains
 
 
 def gemv_graph_us(engine: Engine, name: str, rounds: int, runs: int) -> list[float]:
@@ -200,7 +235,6 @@ def launches_of(engine: Engine, opens_page: bool = False) -> list[tuple[str, str
 def device_facts(device: str | None) -> tuple[dict, dict[str, str]]:
     """(device, versions) for a receipt."""
     import cupy
-    from cuda.bindings import nvrtc
 
     from nanoqwen.machine import nvidia_driver
 
@@ -211,7 +245,7 @@ def device_facts(device: str | None) -> tuple[dict, dict[str, str]]:
         "l2_mb": round(properties["l2CacheSize"] / 1e6, 1), "clocks": "default",
     }  # fmt: skip
     versions = {
-        "cupy": cupy.__version__, "nvrtc": ".".join(map(str, nvrtc.nvrtcVersion()[1:])), "cuda_runtime": str(cupy.cuda.runtime.runtimeGetVersion()),
+        "cupy": cupy.__version__, **nvrtc_version(), "cuda_runtime": str(cupy.cuda.runtime.runtimeGetVersion()),
         "driver": (driver.version if driver else None) or "unknown",
     }  # fmt: skip
     return facts, versions
@@ -227,17 +261,24 @@ def free_memory() -> None:
     cupy.get_default_memory_pool().free_all_blocks()
 
 
-def timed(engine: Engine, work, runs: int, cupy, after: Callable[[], object] = lambda: None) -> list[float]:
+def timed(engine: Engine, work: Callable[[], object], runs: int, cupy, after: Callable[[], object] = lambda: None) -> list[float]:
     """Milliseconds between two events around ``work``, ``runs`` times after one warm-up; ``after`` each of them, untimed, the card idle."""
-    begin, end, samples = cupy.cuda.Event(), cupy.cuda.Event(), []
-    for _ in range(runs + 1):
-        begin.record(engine._stream)
-        work()
-        end.record(engine._stream)
-        end.synchronize()
-        samples.append(cupy.cuda.get_elapsed_time(begin, end))
-        after()
-    return samples[1:]
+    return alternated(engine, [work], runs + 1, cupy, after)[0][1:]
+
+
+def alternated(engine: Engine, works: Sequence[Callable[[], object]], rounds: int, cupy, after: Callable[[], object] = lambda: None) -> list[list[float]]:
+    """Milliseconds between two events around each of ``works``, one list each: all of them in turn, ``rounds`` times, nothing to warm up; ``after`` each of
+    them, untimed, the card idle."""
+    begin, end, samples = cupy.cuda.Event(), cupy.cuda.Event(), [[] for _ in works]
+    for _ in range(rounds):
+        for work, taken in zip(works, samples):
+            begin.record(engine._stream)
+            work()
+            end.record(engine._stream)
+            end.synchronize()
+            taken.append(cupy.cuda.get_elapsed_time(begin, end))
+            after()
+    return samples
 
 
 def _index(device: str | None) -> int:

@@ -18,6 +18,8 @@ from nanoqwen.sampling import GREEDY, Sampler
 
 #: Steps of the device-chained measurement, and steps that wait for the host one by one.
 CHAIN, SINGLE_STEPS = 64, 16
+#: Engines whose host needs so little time that steps follow each other without a gap.
+CHAINED = ("graph", "persistent")
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def measure(engine: Engine, setup: Setup, protocol: Protocol, ceiling: Ceiling, 
     samples = {"runs": [{"ttft_ms": r.ttft_ms, "steps_ms": [round(s, 4) for s in r.steps_ms]} for r in runs]}
     if engine.name in HOPPER:
         results["itl_unchained_ms"], results["itl_with_logits_ms"] = _one_by_one(engine, prompt)
-    if engine.name == "graph":
+    if engine.name in CHAINED:
         samples["device_chained_ms"] = _chained(engine, prompt, protocol)
         results["device_chained_ms"] = round(statistics.median(samples["device_chained_ms"]), 4)
         results["device_chained_mbu"] = mbu(nbytes, results["device_chained_ms"], ceiling.gb_s)

@@ -11,6 +11,8 @@ from nanoqwen.bench.ceiling import Ceiling
 from nanoqwen.bench.protocol import Protocol, spread
 from nanoqwen.engines.base import Engine
 
+#: Engines with a launch for each matrix.
+ENGINES = ("eager", "graph")
 ROUNDS = 4  # times that a graph goes over all layers
 KERNELS = ("gemv_qkv", "gemv_o", "gemv_gate_up", "gemv_down", "lm_head")
 

@@ -7,7 +7,7 @@ import statistics
 
 from nanoqwen.bench import card
 from nanoqwen.bench.ceiling import Ceiling
-from nanoqwen.bench.e2e import CHAIN, one_run
+from nanoqwen.bench.e2e import CHAIN, CHAINED, one_run
 from nanoqwen.bench.protocol import Protocol, mbu, prompt_ids
 from nanoqwen.bench.prepare import Setup
 from nanoqwen.engines import HOPPER
@@ -20,7 +20,7 @@ def percentile(sorted_samples: list[float], share: float) -> float:
 
 
 def measure(engine: Engine, setup: Setup, protocol: Protocol, ceiling: Ceiling, progress=None) -> tuple[dict, dict]:
-    """(results, samples). ``regions_ms`` and ``kernel_gap`` exist for eager; the graph engine has ``kernel_gap`` alone."""
+    """(results, samples). ``regions_ms`` and ``kernel_gap`` exist for eager; the others have ``kernel_gap`` alone."""
     protocol.check_fits(engine.context_limit)
     prompt = prompt_ids(engine.dims.vocab, protocol.prompt_tokens, protocol.seed)
     steps: list[list[float]] = []
@@ -47,7 +47,7 @@ def _regions(engine: Engine, prompt: list[int], protocol: Protocol, wall_ms: flo
     position = protocol.middle - protocol.middle % 16 + 8  # not the first token of a page
     engine.reset()
     engine.prefill(prompt_ids(engine.dims.vocab, min(position, engine.context_limit - 1), protocol.seed))
-    if engine.name == "graph":
+    if engine.name in CHAINED:
         device_ms = statistics.median(card.chained_ms(engine, prompt[0], CHAIN, protocol.runs))
         return {"device_ms": round(device_ms, 4), "regions_ms": {"kernel_gap": round(wall_ms - device_ms, 4)}}
     regions = card.region_ms(engine, prompt[0], 10 * protocol.runs)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from nanoqwen.engines import HOPPER, hopper_problem, open_engine
+from nanoqwen.engines import HOPPER, fastest_hopper, hopper_problem, open_engine
 from nanoqwen.engines.base import Engine
 from nanoqwen.errors import DeviceError
 from nanoqwen.packfile import PackFile
@@ -35,7 +35,7 @@ def kind_of(engine: str) -> str:
 def default_engine(device: str | None) -> str:
     """The fastest engine that runs here, or on ``device``."""
     if device != "cpu" and hopper_problem() is None:
-        return "graph"
+        return fastest_hopper()
     return "reference" if (device or "cpu").startswith("cuda") else "cpu"
 
 
@@ -60,7 +60,7 @@ def opened(pack: PackFile, name: str, device: str | None, progress=None) -> Iter
     from nanoqwen.engines.synthetic import open_file_or_plan
 
     with current(device):
-        compile_s, compiled = compile_all(pack.dims, pack.group_size, device)
+        compile_s, compiled = compile_all(pack.dims, pack.group_size, device, name)
         started = time.perf_counter()
         with open_file_or_plan(pack, name, device, progress=progress) as engine:
             load_s = time.perf_counter() - started

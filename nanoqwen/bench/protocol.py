@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from nanoqwen.bench.receipts import HOPPER_SOURCES, source_files
+from nanoqwen.bench.receipts import HOPPER_SOURCES, PERSISTENT_SOURCES, source_files
 from nanoqwen.config import Dims, load_settings, repo_root
+from nanoqwen.engines import HOPPER
 from nanoqwen.errors import ContextError
 from nanoqwen.synthetic import splitmix64
 
@@ -106,6 +107,8 @@ def sources(mode: str, engines: Sequence[str]) -> list[str]:
     found = [*_BENCH, *_MODES.get(mode, ())]
     if {"cpu", "reference"} & set(engines):
         found += _PYTORCH
-    if repo_root() is not None and {"eager", "graph"} & set(engines):
+    if repo_root() is not None and set(HOPPER) & set(engines):
         found += [*_HOPPER, *source_files(HOPPER_SOURCES)]
+    if repo_root() is not None and "persistent" in engines:
+        found += source_files(PERSISTENT_SOURCES)
     return sorted(set(found))

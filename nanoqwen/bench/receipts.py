@@ -30,6 +30,9 @@ HOPPER_SOURCES = (
     "nanoqwen/engines/hopper.py", "config/nanoqwen.yaml",
 )  # fmt: skip
 
+#: And what those of the persistent engine rest on beside them.
+PERSISTENT_SOURCES = ("kernels/persistent/*.cu", "kernels/persistent/*.cuh", "nanoqwen/engines/persistent.py")
+
 KEYS = ("name", "command", "date", "device", "versions", "sources", "protocol", "samples", "results")
 
 
@@ -129,6 +132,13 @@ def base_versions() -> dict[str, str]:
     import numpy
 
     return {"nanoqwen": __version__, "python": platform.python_version(), "numpy": numpy.__version__, "system": platform.system()}
+
+
+def nvrtc_version() -> dict[str, str]:
+    """{"nvrtc": "13.0"}: the compiler of the kernels. Needs the package ``cuda-bindings`` and no card."""
+    from cuda.bindings import nvrtc
+
+    return {"nvrtc": ".".join(map(str, nvrtc.nvrtcVersion()[1:]))}
 
 
 def _cpu_model() -> str:

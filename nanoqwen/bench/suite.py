@@ -73,9 +73,9 @@ def engines_of(request: Request) -> list[str]:
     """The engines to measure. Raises InputError for a name that is none, DeviceError for one that cannot run here."""
     if request.mode == "gemv":
         need_hopper("bench gemv measures the INT4 kernels of the Hopper engines")
-    names = list(dict.fromkeys(request.engines or [default_engine(request.device)]))
-    if request.mode == "gemv" and not set(names) <= set(HOPPER):
-        raise InputError(f"bench gemv measures the kernels of {' and '.join(HOPPER)}; engine {names[0]} has none")
+    names = list(dict.fromkeys(request.engines or [gemv.ENGINES[-1] if request.mode == "gemv" else default_engine(request.device)]))
+    if request.mode == "gemv" and not set(names) <= set(gemv.ENGINES):
+        raise InputError(f"bench gemv measures the kernels of {' and '.join(gemv.ENGINES)}; engine {names[0]} has none")
     state = {name: (works, why) for name, works, why in available_engines()}
     for name in names:
         if name not in state:

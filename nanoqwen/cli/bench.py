@@ -243,5 +243,11 @@ def _prefill(name: str, r: dict):
             (f"{int(n):,}", f"{row['cold_ms']:,.3f}", f"{row['ms']:,.3f}", f"{row['tflop_s']:,.1f}", *(f"{row[kind]:,.3f}" if kind in row else "" for kind in ("cublas_cold_ms", "cublas_ms")))
             for n, row in r["products"].items()
         )], right=(0, 1, 2, 3, 4, 5))
+    if parted := {n: row for n, row in r["lengths"].items() if "without" in row}:
+        kinds = list(next(iter(parted.values()))["without"])
+        yield "  ms less when one kind of launch is left out of the chain"
+        yield from columns([("tokens", "chain, ms", *kinds), *(
+            (f"{int(n):,}", f"{row['chain_ms']:,.3f}", *(f"{row['without'][kind]:,.3f}" for kind in kinds)) for n, row in parted.items()
+        )], right=tuple(range(len(kinds) + 2)))
     if not all(row["same_id_in_every_run"] for row in r["lengths"].values()):
         yield "  the runs did not give the same id: something is wrong, `nanoqwen validate` tells more"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 #: A model below this many operations a token (100 million weights) runs on one thread.
 SMALL_MODEL_FLOPS = 2e8
-ENGINE_NAMES = "cpu, reference (PyTorch on an NVIDIA GPU), eager or graph (hand-written kernels on a Hopper GPU)"
+ENGINE_NAMES = "cpu, reference (PyTorch on an NVIDIA GPU), eager, graph or persistent (hand-written kernels on a Hopper GPU)"
 
 
 def add_file(parser: argparse.ArgumentParser) -> None:
@@ -80,16 +80,16 @@ def choose_device(engine: str | None, device: str | None) -> str | None:
 
 
 def choose_engine(engine: str | None, device: str | None, pack: PackFile) -> tuple[str | None, str | None]:
-    """(engine, device) to open ``pack`` with: what was named; where nothing was, the fastest that is correct here, which is "graph" on a Hopper
-    GPU whose kernels take this model's dimensions, and what ``choose_device`` says elsewhere."""
+    """(engine, device) to open ``pack`` with: what was named; where nothing was, the fastest that is correct here: on a Hopper GPU that of
+    the engines whose kernels take this model's dimensions, and what ``choose_device`` says elsewhere."""
     if engine is None and device is None:
         from nanoqwen.cuda.constants import check_supported
-        from nanoqwen.engines import hopper_problem
+        from nanoqwen.engines import fastest_hopper, hopper_problem
 
         try:
             check_supported(pack.dims, pack.group_size)
             if hopper_problem() is None:
-                return "graph", None
+                return fastest_hopper(pack.dims, pack.group_size), None
         except InputError:
             pass
     return engine, choose_device(engine, device)

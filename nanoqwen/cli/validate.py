@@ -18,7 +18,7 @@ def add_parser(add) -> None:
     parser = add("validate", "check a file and an engine on the validation ladder", run, description=(
         "Climb the ladder on a .nanoqwen file: file (every checksum), unit (single operations against float64), layer (whole "
         "decoder blocks against float64), graph (generated tokens against an uncached simulation of the same INT4 weights). A "
-        "tier does not run when the one before it failed. With --engine eager or graph the unit tier is every kernel by itself. Exit "
+        "tier does not run when the one before it failed. With a Hopper engine the unit tier is every kernel by itself. Exit "
         "status: 0 all passed, 1 something did not pass, 2 the file or an argument cannot be used."))
     add_file(parser)
     parser.add_argument("--tier", choices=TIERS, default=TIERS[-1], help="the highest tier to climb to (default: %(default)s)")

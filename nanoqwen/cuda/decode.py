@@ -86,65 +86,86 @@ def part_count(parts: cupy.ndarray | None) -> ctypes.c_int:
 
 
 # [decode_launches]
+class _Step:
+    """The launches of a step, or of the end of one, as they are made."""
+
+    def __init__(self, kernels: Kernels, weights: DeviceModel, buffers: DecodeBuffers, pool: cupy.ndarray, shape: LaunchShape) -> None:
+        self.kernels, self.weights, self.buffers, self.pool, self.shape = kernels, weights, buffers, pool, shape
+        self.streams = streams(weights.dims, weights.group, shape)
+        self.launches: list[Launch] = []
+
+    def add(self, name: str, grid: tuple[int, ...], threads: int, args: list, region: str = "", shared: int = 0) -> None:
+        # The first kernel waits for everything before it. So the others may read the step's scalars, the block table and finished
+        # pages ahead of their own wait.
+        self.launches.append(Launch(self.kernels, name, grid, threads, args, region=region, shared=shared, overlap=bool(self.launches)))
+
+    def gemv(self, name: str, matrix: Int4Matrix, x: list, parts: cupy.ndarray, region: str) -> None:
+        stream = self.streams[name.removeprefix("gemv_")]
+        self.kernels.allow_shared(name, stream.shared)
+        self.add(name, (stream.grid,), 32 * self.shape.gemv_warps, [matrix.bundles, *x, parts], region, stream.shared)
+
+
 def decode_launches(kernels: Kernels, weights: DeviceModel, buffers: DecodeBuffers, pool: cupy.ndarray, shape: LaunchShape, *, opens_page: bool, draws: bool = False) -> list[Launch]:
     """The launches of one token, in order. ``pool`` is float16 [layers, 2, pages, page]; ``opens_page`` adds page_open in front,
     ``draws`` sample at the end."""
     dims, b = weights.dims, buffers
-    rows = row_threads(dims)
-    layout, splits = streams(dims, weights.group, shape), shape.attention_splits(dims.num_kv_heads)
-    out: list[Launch] = []
-
-    def add(name: str, grid: tuple[int, ...], threads: int, args: list, region: str = "", shared: int = 0) -> None:
-        # The first kernel waits for the whole step before it. So the others may read the step's scalars, the block table and finished
-        # pages ahead of their own wait.
-        out.append(Launch(kernels, name, grid, threads, args, region=region, shared=shared, overlap=bool(out)))
-
-    def gemv(name: str, matrix: Int4Matrix, x: list, parts: cupy.ndarray, region: str) -> None:
-        stream = layout[name.removeprefix("gemv_")]
-        kernels.allow_shared(name, stream.shared)
-        add(name, (stream.grid,), 32 * shape.gemv_warps, [matrix.bundles, *x, parts], region, stream.shared)
-
-    shared = attention_shared_bytes(dims)
-    kernels.allow_shared("paged_attention", shared)
+    step = _Step(kernels, weights, buffers, pool, shape)
     if opens_page:
         pages = ctypes.c_int(pool.shape[2])
-        add("page_open", (2 * dims.num_layers,), 256, [pool, pages, b.step, b.block_table], "append_tail_kv")
-    add("embed", (1,), rows, [weights.embedding, b.step, b.residual])
+        step.add("page_open", (2 * dims.num_layers,), 256, [pool, pages, b.step, b.block_table], "append_tail_kv")
+    step.add("embed", (1,), row_threads(dims), [weights.embedding, b.step, b.residual])
     previous = None
     for i, layer in enumerate(weights.layers):
         normed = [b.residual, previous, part_count(previous), layer.input_norm, b.residual_mid]
-        gemv("gemv_qkv", layer.qkv, normed, b.qkv, "qkv_gemv")
-        keys, values = pool[i, 0], pool[i, 1]
+        step.gemv("gemv_qkv", layer.qkv, normed, b.qkv, "qkv_gemv")
         heads = dims.num_heads + 2 * dims.num_kv_heads
-        add(
+        step.add(
             "rope_append", (heads,), 32,
-            [b.qkv, layer.q_bias, layer.k_bias, layer.v_bias, b.rope, b.step, b.block_table, keys, values, b.q], "append_tail_kv",
+            [b.qkv, layer.q_bias, layer.k_bias, layer.v_bias, b.rope, b.step, b.block_table, pool[i, 0], pool[i, 1], b.q], "append_tail_kv",
         )  # fmt: skip
-        add(
-            "paged_attention", (dims.num_kv_heads, splits), 32 * (1 + CONSUMERS),
-            [b.q, keys, values, b.block_table, b.step, b.sums, b.maxima, b.denominators], "paged_attention", shared,
-        )  # fmt: skip
-        add("attention_combine", (-(-dims.q_size // 128),), 32, [b.sums, b.maxima, b.denominators, b.step, ctypes.c_int(splits), b.x], "paged_attention")
-        gemv("gemv_o", layer.o, [b.x], b.o, "o_proj")
-        normed = [b.residual_mid, b.o, part_count(b.o), layer.post_norm, b.residual]
-        gemv("gemv_gate_up", layer.gate_up, normed, b.gate_up, "gate_up_gemv")
-        add("swiglu", (-(-dims.intermediate // 1024),), 256, [b.gate_up, b.inner], "swiglu_down")
-        gemv("gemv_down", layer.down, [b.inner], b.down, "swiglu_down")
+        _attention_to_down(step, i)
         previous = b.down
-    return out + head_launches(kernels, weights, buffers, shape, previous, draws=draws)
+    return step.launches + head_launches(kernels, weights, buffers, shape, draws=draws)
+
+
+def _attention_to_down(step: _Step, i: int) -> None:
+    """What a token still needs of layer ``i`` when its key and value are in their page, its q in ``q`` and its residual in ``residual_mid``."""
+    dims, layer, b = step.weights.dims, step.weights.layers[i], step.buffers
+    splits, shared = step.shape.attention_splits(dims.num_kv_heads), attention_shared_bytes(dims)
+    step.kernels.allow_shared("paged_attention", shared)
+    step.add(
+        "paged_attention", (dims.num_kv_heads, splits), 32 * (1 + CONSUMERS),
+        [b.q, step.pool[i, 0], step.pool[i, 1], b.block_table, b.step, b.sums, b.maxima, b.denominators], "paged_attention", shared,
+    )  # fmt: skip
+    step.add("attention_combine", (-(-dims.q_size // 128),), 32, [b.sums, b.maxima, b.denominators, b.step, ctypes.c_int(splits), b.x], "paged_attention")
+    step.gemv("gemv_o", layer.o, [b.x], b.o, "o_proj")
+    normed = [b.residual_mid, b.o, part_count(b.o), layer.post_norm, b.residual]
+    step.gemv("gemv_gate_up", layer.gate_up, normed, b.gate_up, "gate_up_gemv")
+    step.add("swiglu", (-(-dims.intermediate // 1024),), 256, [b.gate_up, b.inner], "swiglu_down")
+    step.gemv("gemv_down", layer.down, [b.inner], b.down, "swiglu_down")
 # [/decode_launches]
 
 
+# [end_launches]
+def end_launches(kernels: Kernels, weights: DeviceModel, buffers: DecodeBuffers, pool: cupy.ndarray, shape: LaunchShape, *, draws: bool = False) -> list[Launch]:
+    """The end of a prompt: a step of its last token from the last layer's attention on. A chunk of prefill has left what that begins with
+    (``Prefill.run``). Paged attention is the first launch here, and so does not overlap: pages and scalars are a moment old."""
+    step = _Step(kernels, weights, buffers, pool, shape)
+    _attention_to_down(step, weights.dims.num_layers - 1)
+    return step.launches + head_launches(kernels, weights, buffers, shape, draws=draws)
+# [/end_launches]
+
+
 # [head_launches]
-def head_launches(kernels: Kernels, weights: DeviceModel, buffers: DecodeBuffers, shape: LaunchShape, parts: cupy.ndarray | None, *, draws: bool = False) -> list[Launch]:
-    """From the residual (plus ``parts``, if any) to logits and the next token: the end of a decode step and of a prefill. The token is the
+def head_launches(kernels: Kernels, weights: DeviceModel, buffers: DecodeBuffers, shape: LaunchShape, *, draws: bool = False) -> list[Launch]:
+    """From the last layer's residual and parts to logits and the next token: the end of a decode step and of a prompt. The token is the
     largest logit's, or with ``draws`` one that ``sample`` draws; whichever kernel chooses writes the next step's scalars."""
     b, threads = buffers, 32 * shape.gemv_warps
     stream = streams(weights.dims, weights.group, shape)["head"]
     kernels.allow_shared("lm_head", stream.shared)
     told, chooses = ctypes.c_uint64(b.told.ctypes.data), ctypes.c_int(not draws)
     out = [
-        Launch(kernels, "final_norm", (1,), row_threads(weights.dims), [b.residual, parts, part_count(parts), weights.final_norm, b.halves]),
+        Launch(kernels, "final_norm", (1,), row_threads(weights.dims), [b.residual, b.down, part_count(b.down), weights.final_norm, b.halves]),
         Launch(kernels, "lm_head", (stream.grid,), threads, [weights.head, b.halves, b.logit_parts], shared=stream.shared),
         Launch(kernels, "argmax", (ARGMAX_CTAS,), 256, [b.logit_parts, b.logits, b.allowed, b.candidates, b.arrived, b.step, told, chooses]),
     ]

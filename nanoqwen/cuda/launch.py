@@ -37,6 +37,15 @@ def load_now(function: object) -> None:
         raise DeviceError("the NVIDIA driver is older than CUDA 12.4, which the engines need; update it to 550 or newer, or use --engine cpu") from None
 
 
+def is_busy(stream: cupy.cuda.Stream) -> bool:
+    """Whether work on ``stream`` is yet to be done. Raises DeviceError when something on it has failed."""
+    status = driver.cuStreamQuery(stream.ptr)[0]
+    if status == driver.CUresult.CUDA_ERROR_NOT_READY:
+        return True
+    check((status,))
+    return False
+
+
 class Kernels:
     """Every kernel of one model on one card: ``kernels["gemv_qkv"]`` is a driver function handle."""
 
@@ -64,16 +73,21 @@ class Kernels:
         check(driver.cuFuncSetAttribute(self._functions[name], attribute, nbytes))
 
 
-def launch_config(grid: tuple[int, ...], threads: int, shared: int, overlap: bool) -> driver.CUlaunchConfig:
-    """How a kernel is launched, as the driver wants to be told; ``overlap`` sets the programmatic attribute."""
+def launch_config(grid: tuple[int, ...], threads: int, shared: int, overlap: bool, cooperative: bool = False) -> driver.CUlaunchConfig:
+    """How a kernel is launched, as the driver wants to be told; ``overlap`` sets the programmatic attribute, ``cooperative`` the one that has
+    all CTAs resident together or the launch refused. A launch has at most one of them."""
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
     config.sharedMemBytes = shared
-    if overlap:
+    if overlap or cooperative:
         attribute = driver.CUlaunchAttribute()
-        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        attribute.value.programmaticStreamSerializationAllowed = 1
+        if cooperative:
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+            attribute.value.cooperative = 1
+        else:
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
         config.attrs = [attribute]
         config.numAttrs = 1
     return config
@@ -85,10 +99,12 @@ class Launch:
 
     ``args`` are CuPy arrays (passed as pointers), or ctypes values. ``overlap`` sets the programmatic attribute: the
     kernel may start while the one before it drains, and must call ``wait_for_previous_kernel`` before it reads results.
+    ``cooperative``: all CTAs of the kernel are on the card together, or the launch is refused.
     """
 
     def __init__(
-        self, kernels: Kernels, name: str, grid: tuple[int, ...], threads: int, args: Sequence, *, region: str = "", shared: int = 0, overlap: bool = True
+        self, kernels: Kernels, name: str, grid: tuple[int, ...], threads: int, args: Sequence, *, region: str = "", shared: int = 0, overlap: bool = True,
+        cooperative: bool = False,
     ) -> None:
         self.name, self.region = name, region or name
         self._function = kernels[name]
@@ -96,7 +112,7 @@ class Launch:
         self._values = [ctypes.c_uint64(a.data.ptr) if isinstance(a, cupy.ndarray) else ctypes.c_uint64(0) if a is None else a for a in args]
         self._pointers = (ctypes.c_void_p * len(self._values))(*(ctypes.addressof(v) for v in self._values))
         self._shape = grid, threads, shared
-        self._config = launch_config(*self._shape, overlap)
+        self._config = launch_config(*self._shape, overlap, cooperative)
 
     def serial(self) -> Launch:
         """The same launch without the programmatic attribute: it starts when the kernel before it has finished."""

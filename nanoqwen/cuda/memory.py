@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from nanoqwen import model
 from nanoqwen.config import Dims, load_settings
 from nanoqwen.cuda.constants import LaunchShape, padded_rows, streams
+from nanoqwen.cuda.persistent_plan import persistent_bytes
 from nanoqwen.cuda.prefill_plan import prefill_bytes
 from nanoqwen.errors import DeviceError
 from nanoqwen.kv import kv_bytes
@@ -43,13 +44,13 @@ def weight_bytes(dims: Dims, group: int) -> int:
 
 
 def workspace_bytes(dims: Dims, group: int, shape: LaunchShape, context: int, chunk: int) -> int:
-    """Activations and partial sums of a decode step, RoPE table, and the prefill of ``chunk`` tokens at a time."""
+    """Activations and partial sums of a decode step, RoPE table, the persistent kernel's buffers, and the prefill of ``chunk`` tokens at a time."""
     parts = {name: stream.parts for name, stream in streams(dims, group, shape).items()}
     rows = {"qkv": dims.q_size + 2 * dims.kv_size, "o": dims.hidden, "gate_up": 2 * dims.intermediate, "down": dims.hidden, "head": dims.vocab}
     decode = 4 * (sum(parts[name] * padded_rows(n) for name, n in rows.items()) + padded_rows(dims.vocab))
     attention = 4 * shape.attention_splits(dims.num_kv_heads) * dims.num_heads * (dims.head_dim + 2)
     rope = 8 * dims.max_position * (dims.head_dim // 2)
-    return decode + attention + rope + prefill_bytes(dims, chunk)
+    return decode + attention + rope + persistent_bytes(dims, group, shape.sms) + prefill_bytes(dims, chunk)
 
 
 def plan(dims: Dims, group: int, shape: LaunchShape, context: int, chunk: int) -> Plan:
@@ -58,7 +59,7 @@ def plan(dims: Dims, group: int, shape: LaunchShape, context: int, chunk: int) -
 
 
 def check_fits(dims: Dims, group: int, shape: LaunchShape, context: int, chunk: int, free: int, device: str) -> Plan:
-    """The plan, or DeviceError: weights, pages and what is free, and the largest context that fits (in whole pages)."""
+    """The plan, or DeviceError: weights, workspace, pages and ``free`` bytes, and the largest context that fits (in whole pages), or what does not."""
     needed = plan(dims, group, shape, context, chunk)
     if needed.total <= free:
         return needed
@@ -71,7 +72,13 @@ def check_fits(dims: Dims, group: int, shape: LaunchShape, context: int, chunk: 
     )
     if fits >= page:
         raise DeviceError(f"{story}; the largest context that fits is {fits:,} tokens: use --context {fits}")
-    raise DeviceError(f"{story}; not even the weights fit: free some memory, or use --device cpu")
+    if needed.weights > free:
+        missing = "not even the weights fit"
+    elif needed.total - needed.kv > free:
+        missing = "the weights alone would fit, the workspace does not fit beside them"
+    else:
+        missing = f"beside weights and workspace no page of {page} tokens fits"
+    raise DeviceError(f"{story}; {missing}: free some memory, or use --engine cpu")
 
 
 def _gb(nbytes: int) -> str:

@@ -7,7 +7,7 @@ cpu         any machine             the readable decoder of ``nanoqwen/reference
 reference   an NVIDIA GPU           the same decoder, on the GPU through PyTorch
 eager       a Hopper GPU            hand-written kernels, one launch an operation
 graph       a Hopper GPU            the same kernels, captured into a CUDA graph
-persistent  a Hopper GPU            one kernel that decodes a whole token           (not in this version)
+persistent  a Hopper GPU            one kernel that decodes a few whole tokens
 =========== ======================= ====================================================================
 
 ``open_engine`` picks by name and device and never falls back: asking for a GPU gives a GPU or a
@@ -19,21 +19,24 @@ from __future__ import annotations
 import os
 
 from nanoqwen import cache
+from nanoqwen.config import Dims
 from nanoqwen.engines.base import Engine
 from nanoqwen.errors import DeviceError, InputError
 from nanoqwen.packfile import PackFile, open_pack
 
-__all__ = ["ENGINES", "HOPPER", "Engine", "available_engines", "open_engine"]
+__all__ = ["ENGINES", "HOPPER", "Engine", "available_engines", "fastest_hopper", "open_engine"]
 
-#: Every engine's name. The last one is announced so that asking for it gets a plain answer.
+#: Every engine's name, slower ones first. Where an engine is not named, the last one that is correct there runs: this order decides.
 ENGINES = ("cpu", "reference", "eager", "graph", "persistent")
 #: Those that run hand-written Hopper kernels.
-HOPPER = ("eager", "graph")
-_LATER = ("persistent",)
+HOPPER = ENGINES[2:]
 
 
-def _not_yet(name: str) -> str:
-    return f"engine {name} needs a Hopper GPU and is not part of this version yet"
+def fastest_hopper(dims: Dims | None = None, group: int = 0) -> str:
+    """The fastest Hopper engine, of a model's dimensions if they are given: the persistent kernel does not take all that the others take."""
+    from nanoqwen.cuda.persistent_plan import persistent_takes
+
+    return next(name for name in reversed(HOPPER) if name != "persistent" or dims is None or persistent_takes(dims, group))
 
 
 def open_engine(
@@ -77,8 +80,6 @@ def _choose(name: str | None, device: str | None) -> tuple[str, str]:
     kind, _, index = (device or "").partition(":")
     if device is not None and (kind not in ("cpu", "cuda") or (":" in device and not (kind == "cuda" and index.isdecimal()))):
         raise InputError(f"there is no device {device!r}, use cpu, cuda or cuda:N")
-    if name in _LATER:
-        raise DeviceError(f"{_not_yet(name)}; use --engine cpu, or --engine reference on a GPU")
     if name is None:
         name = "reference" if kind == "cuda" else "cpu"
     if name in HOPPER:
@@ -115,7 +116,7 @@ def hopper_problem() -> str | None:
         return _cuda_trouble() or f"{e.name or 'CuPy'} is not installed; {extras}"
     except Exception as e:  # a library of theirs cannot be loaded, or a folder of theirs made
         first = str(e).strip().partition("\n")[0]
-        return _cuda_trouble() or f"CuPy or NVRTC cannot be loaded ({type(e).__name__}: {first}); {extras}"
+        return _cuda_trouble() or cache.cupy_trouble(e, os.environ) or f"CuPy or NVRTC cannot be loaded ({type(e).__name__}: {first}); {extras}"
     try:
         if cupy.cuda.runtime.getDeviceCount() == 0:
             return "no NVIDIA GPU is visible"
@@ -137,14 +138,13 @@ def _cuda_trouble() -> str | None:
 def available_engines() -> list[tuple[str, bool, str]]:
     """(name, whether it can be opened here, in words where it runs or why it cannot), for every known engine."""
     problem = hopper_problem()
-    later = [(name, problem is None, problem or "hand-written kernels, this Hopper GPU") for name in HOPPER]
-    later += [(name, False, _not_yet(name)) for name in _LATER]
+    hopper = [(name, problem is None, problem or "hand-written kernels, this Hopper GPU") for name in HOPPER]
     try:
         import torch
 
         from nanoqwen.engines import cpu
     except ImportError as e:
-        return [(name, False, f"PyTorch cannot be imported: {e}") for name in ENGINES[:2]] + later
+        return [(name, False, f"PyTorch cannot be imported: {e}") for name in ENGINES[:2]] + hopper
     problem = cpu.cuda_problem()
     gpu = problem or ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-    return [("cpu", True, f"PyTorch {torch.__version__}, {torch.get_num_threads()} threads"), ("reference", problem is None, gpu), *later]
+    return [("cpu", True, f"PyTorch {torch.__version__}, {torch.get_num_threads()} threads"), ("reference", problem is None, gpu), *hopper]

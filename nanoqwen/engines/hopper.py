@@ -1,4 +1,5 @@
-"""The Hopper engines: hand-written kernels, launched one by one ("eager") or as a captured CUDA graph ("graph").
+"""The Hopper engines: hand-written kernels, launched one by one ("eager") or as a captured CUDA graph ("graph"). The third, "persistent", has
+a module of its own, ``nanoqwen/engines/persistent.py``.
 
 Both hold the same weights, pages and list of launches; they differ in how a step reaches the card. The graph engine
 captures that list twice, once with ``page_open`` in front (at a position that begins a page) and once without, and
@@ -16,6 +17,7 @@ import os
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import cupy
 import numpy as np
@@ -24,10 +26,11 @@ from nanoqwen import cache as folders
 from nanoqwen.config import load_settings
 from nanoqwen.cuda.choice import allowed_words, rule
 from nanoqwen.cuda.constants import PREFILL_CHUNK, LaunchShape, check_supported, constants_header
-from nanoqwen.cuda.decode import DecodeBuffers, decode_launches, head_launches
+from nanoqwen.cuda.decode import DecodeBuffers, decode_launches, end_launches
 from nanoqwen.cuda.launch import Kernels, Launch
 from nanoqwen.cuda.memory import check_fits
 from nanoqwen.cuda.pages import DevicePages
+from nanoqwen.cuda.persistent_plan import compile_persistent
 from nanoqwen.cuda.prefill import Prefill
 from nanoqwen.cuda.weights import DeviceModel, upload
 from nanoqwen.engines.base import Engine
@@ -41,6 +44,7 @@ from nanoqwen.sampling import GREEDY, Sampler
 AHEAD = 4
 #: Random numbers of a stream that go to the card together.
 DRAWS = 256
+_HOW = {"eager": "one launch a kernel", "graph": "one CUDA graph a token", "persistent": "one kernel for a few tokens"}
 
 
 class HopperEngine(Engine):
@@ -60,7 +64,7 @@ class HopperEngine(Engine):
         limit = context_limit or dims.max_position
         super().__init__(
             dims, weights.group, device=properties["name"].decode(), context_limit=limit,
-            description=f"INT4 weights, FP16 KV pages, {'one CUDA graph a token' if name == 'graph' else 'one launch a kernel'}",
+            description=f"INT4 weights, FP16 KV pages, {_HOW[name]}",
         )  # fmt: skip
         self._weights = weights
         self._shape = shape or LaunchShape(properties["multiProcessorCount"])
@@ -72,7 +76,6 @@ class HopperEngine(Engine):
         with self._stream:
             self._buffers = DecodeBuffers(dims, weights.group, self._shape, pages_for(limit, self._kv.page_tokens))
             self._prefiller = Prefill(self._kernels, weights, self._buffers, self._shape, min(PREFILL_CHUNK, limit), None if name == "eager" else self._capture)
-            self._heads = {draws: head_launches(self._kernels, weights, self._buffers, self._shape, None, draws=draws) for draws in (False, True)}
             self._pages = DevicePages(dims, self._kv, limit, cupy)
             self._tell(Sampler(GREEDY, weights.entries))
             self._make_launches()
@@ -82,11 +85,13 @@ class HopperEngine(Engine):
     # ------------------------------------------------------------------------------------------------------- launches
 
     def _make_launches(self) -> None:
-        """The launches of a greedy step in both variants, with page_open in front and without, and their graphs. Those of a step that
-        draws are made when the first one is asked for; all of them again after the pool moved."""
+        """The launches of a greedy step in both variants, with page_open in front and without, those that end a prompt, greedy and drawing, and their
+        graphs. Those of a step that draws are made when the first one is asked for; all of them again after the pool moved."""
         launches = self._variants(draws=False)
         graphs = self._captured(launches)
-        self._launches, self._graphs, self._drawing = launches, graphs, None
+        ends = {draws: end_launches(self._kernels, self._weights, self._buffers, self._pages.pool, self._shape, draws=draws) for draws in (False, True)}
+        end_graphs = {} if self.name == "eager" else {draws: self._capture(end) for draws, end in ends.items()}
+        self._launches, self._graphs, self._ends, self._end_graphs, self._drawing = launches, graphs, ends, end_graphs, None
         self._made_for = self._pages.pool  # last: an interruption before it makes them again
 
     def _variants(self, draws: bool) -> dict[bool, list[Launch]]:
@@ -126,11 +131,13 @@ class HopperEngine(Engine):
             launches = self._variants(draws=True)
             self._drawing = launches, self._captured(launches)
         launches, graphs = self._drawing if draws else (self._launches, self._graphs)
-        opens = position % self._kv.page_tokens == 0
+        self._enqueue(launches, graphs, position % self._kv.page_tokens == 0)
+
+    def _enqueue(self, launches: dict[bool, list[Launch]], graphs: dict[bool, cupy.cuda.Graph], which: bool) -> None:
         if graphs:
-            graphs[opens].launch(self._stream)
+            graphs[which].launch(self._stream)
         else:
-            for launch in launches[opens]:
+            for launch in launches[which]:
                 launch(self._stream)
     # [/launch]
 
@@ -170,15 +177,13 @@ class HopperEngine(Engine):
         start = self.position
         with self._stream:
             self._hold(start + len(ids))
+            self._follow_pool()
             for i in range(0, len(ids), PREFILL_CHUNK):
                 chunk, at = ids[i : i + PREFILL_CHUNK], start + i
                 # Attention reads whole pages. Rows up to the chunk's end are written before; what others left behind them may be NaN.
                 self._pages.clear_tail(at + len(chunk))
                 self._prefiller.run(chunk, at, self._pages.pool, self._stream)
-            self._place(ids[-1], start + len(ids) - 1)
-            for launch in self._heads[draws]:
-                launch(self._stream)
-        self._follow_pool()
+            self._enqueue(self._ends, self._end_graphs, draws)
 
     def _decode(self, token: int) -> np.ndarray:
         with self._as_before_on_error():
@@ -299,7 +304,7 @@ class HopperEngine(Engine):
 
     def _close(self) -> None:
         self._stream.synchronize()
-        self._graphs, self._launches, self._heads, self._drawing, self._made_for = {}, {}, {}, None, None
+        self._graphs, self._launches, self._ends, self._end_graphs, self._drawing, self._made_for = {}, {}, {}, {}, None, None
         self._kernels = self._told_by = None
         self._pages = self._buffers = self._prefiller = self._weights = None
 
@@ -307,7 +312,7 @@ class HopperEngine(Engine):
 def open_hopper(
     pack: PackFile, name: str, *, owns_pack: bool = False, context_limit: int | None = None, progress: Progress | None = None
 ) -> HopperEngine:
-    """The "eager" or "graph" engine with the weights of ``pack`` copied to the card.
+    """The Hopper engine of that name with the weights of ``pack`` copied to the card.
 
     The file is not needed afterwards and is closed if it is owned. Raises like ``open_on_card``.
     """
@@ -320,8 +325,8 @@ def open_hopper(
 def open_on_card(pack: PackFile, name: str, context_limit: int | None, make_weights: Callable[[LaunchShape], DeviceModel]) -> HopperEngine:
     """Check everything that can be known of ``pack``'s dimensions, then make the weights on the card and the engine on them.
 
-    Raises InputError for dimensions that the kernels do not take and for a context beyond the model's, DeviceError when the card has
-    too little memory: what is needed and what is free, before anything is made.
+    Raises InputError for dimensions that the kernels do not take and for a context beyond the model's, DeviceError for those that only the
+    persistent one does not take, and when the card has too little memory: what is needed and what is free, before anything is made.
     """
     dims, group = pack.dims, pack.group_size
     check_supported(dims, group)
@@ -329,14 +334,25 @@ def open_on_card(pack: PackFile, name: str, context_limit: int | None, make_weig
     if limit > dims.max_position:
         raise InputError(f"a context of {limit} tokens is more than the model's {dims.max_position}; ask for that or less")
     shape = LaunchShape(cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["multiProcessorCount"])
+    if name == "persistent":
+        compile_persistent(dims, group, shape, kernel_cache())  # says whether it takes this model; the engine finds it in the cache
     check_fits(dims, group, shape, limit, min(PREFILL_CHUNK, limit), cupy.cuda.runtime.memGetInfo()[0], "cuda")
     try:
         weights = make_weights(shape)
         # They were made on CuPy's current stream, which the engine's own, non-blocking one does not wait for.
         cupy.cuda.runtime.deviceSynchronize()
-        return HopperEngine(weights, name=name, cache=kernel_cache(), context_limit=limit)
+        return make_engine(weights, name, cache=kernel_cache(), context_limit=limit)
     except cupy.cuda.memory.OutOfMemoryError as e:
         raise DeviceError(f"the card has too little memory for weights, workspace and the first KV pages: {e}") from None
+
+
+def make_engine(weights: DeviceModel, name: str, **options: Any) -> HopperEngine:
+    """The engine of that name on ``weights``; ``options`` are those of its constructor."""
+    if name == "persistent":
+        from nanoqwen.engines.persistent import PersistentEngine  # it builds on this module
+
+        return PersistentEngine(weights, **options)
+    return HopperEngine(weights, name=name, **options)
 
 
 def kernel_cache() -> Path | None:

@@ -5,7 +5,7 @@ Apart from that the engine is the one of ``nanoqwen.engines.hopper``.
 
 from __future__ import annotations
 
-from nanoqwen.engines import HOPPER, check_hopper_device, hopper_problem, open_engine
+from nanoqwen.engines import HOPPER, check_hopper_device, fastest_hopper, hopper_problem, open_engine
 from nanoqwen.engines.base import Engine
 from nanoqwen.errors import DeviceError, InputError
 from nanoqwen.packfile import PackFile
@@ -13,7 +13,7 @@ from nanoqwen.synthetic_pack import is_planned, too_large
 
 
 def open_synthetic(pack: PackFile, name: str = "graph", device: str | None = None, *, context_limit: int | None = None, seed: int = 0) -> Engine:
-    """The "eager" or "graph" engine on the planned file ``pack`` (``synthetic_pack.planned``).
+    """The Hopper engine of that name on the planned file ``pack`` (``synthetic_pack.planned``).
 
     Raises DeviceError without a Hopper card, and like ``hopper.open_on_card``.
     """
@@ -37,7 +37,7 @@ def open_file_or_plan(pack: PackFile, name: str | None, device: str | None, **op
     if not is_planned(pack):
         return open_engine(pack, name, device, **options)
     if name is None and (device or "cuda").startswith("cuda") and hopper_problem() is None:
-        name = "graph"
+        name = fastest_hopper(pack.dims, pack.group_size)
     if name not in HOPPER:
         raise InputError(too_large(str(pack.path)))
     return open_synthetic(pack, name, device, context_limit=options.get("context_limit"))

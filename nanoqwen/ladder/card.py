@@ -147,17 +147,17 @@ class Card:
     # ------------------------------------------------------------------------------------------------------- prefill
 
     def chunk(self, ids: Sequence[int], position: int) -> list[Launch]:
-        """The launches of the engine's prefill of one chunk, for exactly its tokens, with span and ids on the card. They are the engine's own: good until
-        the next chunk."""
+        """The launches of the engine's prefill of one chunk, for exactly its tokens, with span and ids on the card, and behind them the rest of the last
+        layer, which prompts do not need. They are the engine's own: good until the next chunk."""
         prefiller = self.engine._prefiller
         prefiller.tell(ids, position, self.stream)
-        return prefiller.launches(len(ids), position, self.pool)
+        return prefiller.launches(len(ids), position, self.pool, whole=True)
 
     def layer_of(self, chunk: Sequence[Launch], layer: int) -> list[Launch]:
-        """The launches of decoder block ``layer``: what lies between embed_rows and last_row, in equal shares."""
+        """The launches of decoder block ``layer``: what lies behind embed_rows, in equal shares. The last layer has last_row among its own."""
         each, rest = divmod(len(chunk) - 2, self.dims.num_layers)
         assert rest == 0, "every layer has the same launches"
-        return list(chunk[1 + layer * each : 1 + (layer + 1) * each])
+        return list(chunk[1 + layer * each :][: each + (layer == self.dims.num_layers - 1)])
 
     @contextmanager
     def tidy(self) -> Iterator[Card]:
@@ -222,13 +222,13 @@ class CardBlocks:
         return (card.read(p.residual[:n]) + layouts.add_parts(parts, work, np.arange(n)) * card.read(p.inner[:n])[:, None]).astype(np.float32)
 
     def head(self, x: np.ndarray) -> np.ndarray:
-        """Residual float32 [n, hidden] -> logits float32 [n, vocab], through the launches that end a prefill."""
+        """Residual float32 [n, hidden] -> logits float32 [n, vocab], through the launches that end a step; the parts that they add to it are zero."""
         card, out = self.card, []
         with card.tidy():
             for row in x:
                 card.write(card.buffers.residual, row)
                 card.at(0, 0)
-                for launch in card.engine._heads[False]:
-                    launch(card.stream)
+                for name in ("final_norm", "lm_head", "argmax"):
+                    card.launch(name)(card.stream)
                 out.append(card.read(card.buffers.logits)[: self.dims.vocab])
         return np.stack(out)

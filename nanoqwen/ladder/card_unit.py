@@ -17,6 +17,8 @@ import numpy as np
 from nanoqwen import model
 from nanoqwen.config import Settings
 from nanoqwen.cuda.choice import allowed_words
+from nanoqwen.cuda.launch import Launch
+from nanoqwen.cuda.persistent_plan import CHUNK
 from nanoqwen.ladder import card_pack, card_prefill, layouts, twins
 from nanoqwen.ladder.card import Card
 from nanoqwen.ladder.report import Check, compare, none_wrong, within
@@ -59,6 +61,8 @@ def checks(pack: PackFile, card: Card, settings: Settings) -> Iterator[Check]:
         yield from card_prefill.checks(pack, card, rng, limit, lengths, layers)
     if card.engine._graphs:
         yield from _graphs(card)
+    if card.engine.name == "persistent":
+        yield from _persistent(card, lengths, spec.layer_max_rel_error)
     yield none_wrong("repeats are bit-equal", len(card.unequal), "results", "; ".join([f"{len(card.repeated)} kernels run twice", *card.unequal[:3]]))
 
 
@@ -325,9 +329,15 @@ def _argmax(card: Card, rng: np.random.Generator) -> Iterator[Check]:
 
 
 def _graphs(card: Card) -> Iterator[Check]:
-    """Both captured variants give the bits of their launches, run one by one."""
+    """Both captured variants of a step, and what ends a prompt, give the bits of their launches, run one by one."""
     engine, vocab = card.engine, card.dims.vocab
     ids = [pow(7, i, 9973) % vocab for i in range(2 * card.page_tokens)]
+
+    def differ(captured: np.ndarray, launches: list[Launch]) -> int:
+        for launch in launches:
+            launch(card.stream)
+        return int(np.count_nonzero(captured.view(np.uint32) != card.read(card.buffers.logits)[:vocab].view(np.uint32)))
+
     for opens, n in ((False, card.page_tokens + 1), (True, card.page_tokens)):
         engine.reset()
         engine.prefill(ids[:n])
@@ -335,10 +345,46 @@ def _graphs(card: Card) -> Iterator[Check]:
         engine.rewind(n)
         engine._hold(n + 1)
         card.at(ids[n], n)
-        for launch in card.step(opens):
-            launch(card.stream)
-        alone = card.read(card.buffers.logits)[:vocab]
+        different = differ(captured, card.step(opens))
         engine._rewind(n)
-        different = int(np.count_nonzero(captured.view(np.uint32) != alone.view(np.uint32)))
         yield none_wrong(f"captured graph, {'a page begins' if opens else 'no page begins'}", different, "logits with other bits")
     engine.reset()
+    captured = engine.prefill(ids)
+    card.at(ids[-1], len(ids) - 1)  # the end of the step has moved on
+    yield none_wrong("captured graph, a prompt ends", differ(captured, engine._ends[False]), "logits with other bits")
+    engine.reset()
+
+
+def _persistent(card: Card, lengths: list[int], limit: float) -> Iterator[Check]:
+    """A token by the persistent kernel against the same token by the launches above: its logits and the row that it leaves in the cache, at
+    several lengths. And its bits: one launch of several tokens gives those of a launch a token."""
+    engine, vocab = card.engine, card.dims.vocab
+    logits, rows, other = [], [], 0
+    for n in (n for n in lengths if n + CHUNK <= engine.context_limit):
+        ids = [pow(7, i, 9973) % vocab for i in range(n + 1)]
+        engine.reset()
+        engine.prefill(ids[:n])
+        ours = engine.decode(ids[n])
+        page = int(engine._pages.table.pages[n // card.page_tokens])
+        kept = card.read(card.pool[:, :, page]).astype(np.float32)
+        engine.rewind(n)
+        engine._hold(n + 1)
+        card.at(ids[n], n)
+        for launch in card.step(n % card.page_tokens == 0):
+            launch(card.stream)
+        logits.append((ours, card.read(card.buffers.logits)[:vocab]))
+        rows.append((kept, card.read(card.pool[:, :, page]).astype(np.float32)))
+        engine._rewind(n)
+        told = []
+        for sizes in ((1,) * CHUNK, (CHUNK,)):
+            card.at(ids[n], n)
+            for k, tokens in enumerate(sizes):
+                engine._launch(n + k, tokens=tokens)
+            told.append((card.read(card.buffers.logits)[:vocab], card.buffers.told[n : n + CHUNK].copy()))
+            engine._rewind(n)
+        other += sum(int(np.count_nonzero(one.view(np.uint32) != several.view(np.uint32))) for one, several in zip(*told))
+    engine.reset()
+    detail = f"{len(logits)} lengths"
+    yield compare("persistent kernel: logits", *map(np.stack, zip(*logits)), limit, detail)
+    yield compare("persistent kernel: rows of the cache", *map(np.stack, zip(*rows)), limit, detail)
+    yield none_wrong("persistent kernel: several tokens a launch", other, "other bits of logits and ids", detail)

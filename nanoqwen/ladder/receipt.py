@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from nanoqwen.bench.receipts import HOPPER_SOURCES, check_receipt, read_receipt, receipts_folder, source_files, write_receipt
+from nanoqwen.bench.receipts import HOPPER_SOURCES, PERSISTENT_SOURCES, check_receipt, read_receipt, receipts_folder, source_files, write_receipt
 from nanoqwen.config import load_settings, repo_root
 from nanoqwen.engines import HOPPER, hopper_problem
 from nanoqwen.errors import DeviceError, InputError
@@ -18,7 +18,7 @@ from nanoqwen.ladder.report import Check, Report, Tier
 NAME = "validate"
 #: What a change of makes a result worthless: everything that computes, and everything that compares.
 SOURCES = (
-    *HOPPER_SOURCES, "nanoqwen/ladder/*.py", "nanoqwen/engines/base.py", "nanoqwen/engines/synthetic.py", "nanoqwen/reference.py", "nanoqwen/weights.py",
+    *HOPPER_SOURCES, *PERSISTENT_SOURCES, "nanoqwen/ladder/*.py", "nanoqwen/engines/base.py", "nanoqwen/engines/synthetic.py", "nanoqwen/reference.py", "nanoqwen/weights.py",
     "nanoqwen/kv.py", "nanoqwen/int4.py", "nanoqwen/model.py", "nanoqwen/synthetic.py", "nanoqwen/synthetic_pack.py",
 )  # fmt: skip
 

@@ -27,12 +27,18 @@ def usable(monkeypatch):
 
 
 def test_the_fastest_that_is_correct(usable):
-    usable("cpu", "reference", "eager", "graph")
-    assert choose_engine(None, None, PACK) == ("graph", None)
+    usable(*engines.ENGINES)
+    assert choose_engine(None, None, PACK) == (engines.ENGINES[-1], None) == ("persistent", None)
     usable("cpu", "reference")
     assert choose_engine(None, None, PACK) == (None, "cuda")
     usable("cpu")
     assert choose_engine(None, None, PACK) == (None, "cpu")
+
+
+def test_dimensions_that_the_persistent_kernel_does_not_take_go_to_the_next():
+    """More KV heads than there are shares of its smallest matrix."""
+    small = SimpleNamespace(dims=replace(PACK.dims, hidden=128, num_heads=64, num_kv_heads=64, head_dim=64, intermediate=256, vocab=512), group_size=128)
+    assert engines.fastest_hopper(small.dims, 128) == "graph" and engines.fastest_hopper(PACK.dims, 128) == "persistent"
 
 
 def test_dimensions_that_the_kernels_do_not_take_go_to_pytorch(usable):

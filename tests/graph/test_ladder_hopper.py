@@ -40,9 +40,9 @@ def pack(request, tmp_path_factory):
         yield opened
 
 
-@pytest.fixture
-def card(pack):
-    with open_engine(pack, "graph") as engine:
+@pytest.fixture(params=["graph", "persistent"])
+def card(pack, request):
+    with open_engine(pack, request.param) as engine:
         yield Card(engine)
 
 
@@ -60,6 +60,7 @@ def test_whole_blocks(pack, card):
 
 
 @pytest.mark.parametrize("pack", ["heads of 64, group 64, tied"], indirect=True)
+@pytest.mark.parametrize("card", ["graph"], indirect=True)
 def test_it_would_notice(pack, card):
     """Data that the kernels read is spoiled, one thing at a time, and the check of that kernel fails."""
     import cupy
@@ -78,6 +79,21 @@ def test_it_would_notice(pack, card):
         found = failed(card_unit.checks(pack, card, SETTINGS))
         flat[at] = before
         assert any(kernel in line for line in found), (kernel, found)
+
+
+@pytest.mark.parametrize("pack", ["heads of 64, group 64, tied"], indirect=True)
+@pytest.mark.parametrize("card", ["persistent"], indirect=True)
+def test_it_would_notice_a_persistent_kernel_that_computes_something_else(pack, card):
+    """The kernel has its own pointers: one of them is moved to another layer's norm."""
+    kernel = card.engine._kernel
+    before = kernel.layers.copy()
+    kernel.layers[1, 5] = before[0, 5]
+    card.stream.synchronize()
+    kernel.layers.device.synchronize()
+    found = failed(card_unit.checks(pack, card, SETTINGS))
+    kernel.layers[...] = before
+    kernel.layers.device.synchronize()
+    assert any("persistent kernel: logits" in line for line in found) and all("persistent kernel" in line for line in found), found
 
 
 @pytest.mark.parametrize("engine", HOPPER)

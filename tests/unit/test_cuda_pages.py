@@ -105,7 +105,16 @@ def test_a_card_that_is_too_small_for_the_context_is_told_the_largest_that_fits(
         check_fits(SEVEN, 128, shape, fits + 16, 512, free, "cuda")
 
 
-def test_a_card_that_is_too_small_for_the_weights_is_told_so():
-    with pytest.raises(DeviceError, match="not even the weights fit"):
-        check_fits(SEVEN, 128, LaunchShape(132), 4096, 512, 1 << 30, "cuda")
+def test_a_card_that_is_too_small_for_any_context_is_told_what_does_not_fit():
+    needed = plan(SEVEN, 128, LaunchShape(132), 4096, 512)
+    fixed = needed.total - needed.kv  # with the reserve, which is shown as workspace
+    for free, words in (
+        (1 << 30, "not even the weights fit"),
+        (needed.weights - 1, "not even the weights fit"),
+        (needed.weights, "the weights alone would fit, the workspace does not fit beside them"),
+        (fixed - 1, "the weights alone would fit, the workspace does not fit beside them"),
+        (fixed, "beside weights and workspace no page of 16 tokens fits"),
+    ):
+        with pytest.raises(DeviceError, match=f"; {words}: free some memory, or use --engine cpu$"):
+            check_fits(SEVEN, 128, LaunchShape(132), 4096, 512, free, "cuda")
     assert check_fits(SEVEN, 128, LaunchShape(132), 32768, 512, 80 << 30, "cuda").total > RESERVE

@@ -80,7 +80,7 @@ class Broken:
     [
         (ModuleNotFoundError("No module named 'cupy'", name="cupy"), ["cupy is not installed", "nanoqwen[cuda12]"]),  # H01
         (ImportError("libnvrtc.so.12: cannot open shared object file\nand much more"), ["cannot be loaded", "libnvrtc.so.12: cannot open"]),  # H03
-        (PermissionError(13, "Permission denied", "/home/me/.cupy"), ["cannot be loaded", "Permission denied"]),
+        (PermissionError(13, "Permission denied", "/opt/site-packages/cupy/core.so"), ["cannot be loaded", "Permission denied", "nanoqwen[cuda12]"]),
     ],
 )
 def test_an_import_that_fails(monkeypatch, tmp_path, error, words):
@@ -103,3 +103,23 @@ def test_cupys_cache_lies_in_ours_and_not_in_a_home_that_may_be_read_only(preten
     nowhere = {"NANOQWEN_CACHE": str(tmp_path / "file" / "below")}
     cache.use_for_cupy(nowhere)
     assert "CUPY_CACHE_DIR" not in nowhere
+
+
+@pytest.mark.parametrize("chosen", ["below", "below/more", ""])
+def test_a_cache_folder_that_cannot_be_made_is_named_and_nothing_is_to_be_installed(monkeypatch, tmp_path, chosen):
+    """CuPy makes its folder while it is imported: the one that is chosen, or one in the home folder when no other can be written."""
+    file = tmp_path / "file"
+    file.write_text("", encoding="utf-8")
+    monkeypatch.setenv("HOME", str(file))
+    monkeypatch.setenv("NANOQWEN_CACHE", str(file / "ours"))
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(file / chosen) if chosen else "")
+    folder = file / (chosen or ".cupy/kernel_cache")
+    with pytest.raises(OSError) as caught:
+        os.makedirs(folder)
+    monkeypatch.setattr(doctor, "cuda_trouble", lambda: None)
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Broken(caught.value), *sys.meta_path])
+    said = engines.hopper_problem()
+    assert f"{folder} cannot be written (Not a directory)" in said and "install" not in said and "\n" not in said
+    assert "set it to a folder that can" in said if chosen else "set CUPY_CACHE_DIR to one that can" in said
+    assert said.startswith("CUPY_CACHE_DIR: ") == bool(chosen)

@@ -27,7 +27,7 @@ def hopper(card, monkeypatch):
     return card.install(monkeypatch)
 
 
-@pytest.fixture(params=["eager", "graph"])
+@pytest.fixture(params=["eager", "graph", "persistent"])
 def engine(request, card, hopper):
     with card.open(hopper, request.param) as opened:
         yield opened
@@ -99,7 +99,8 @@ def test_steps_are_launched_before_the_one_before_is_read_and_no_more_than_asked
     next(ids)
     assert card.log.count("body") == 1, "the first id is here as soon as its own step is done"
     engine._stream.synchronize()
-    assert card.log.count("body") == hopper.AHEAD
+    ahead = 10 if engine.name == "persistent" else hopper.AHEAD  # to the end of the page, and a chunk more: there are no others
+    assert card.log.count("body") == ahead
     assert sum(1 for _ in ids) == 9
     engine._stream.synchronize()
     assert card.log.count("body") == 10
@@ -176,12 +177,25 @@ def test_the_context_is_filled_to_the_last_position(engine):
 
 def test_a_pool_that_moves_under_a_stream(card, hopper, monkeypatch):
     monkeypatch.setattr("nanoqwen.cuda.pages.DevicePages.__init__.__defaults__", (32,))
-    for name in ("eager", "graph"):
+    for name in ("eager", "graph", "persistent"):
         with card.open(hopper, name) as engine:
             assert engine._pages.pool.shape[2] == 2
             first = engine.prefill_next(PROMPT, greedy())
             assert [first, *engine.stream(first, 150, greedy())] == expected(PROMPT, 151, greedy())
             assert engine._pages.pool.shape[2] >= 11
+
+
+@pytest.mark.parametrize("name", ["eager", "graph", "persistent"])
+def test_a_pool_that_moves_under_a_prompt(card, hopper, monkeypatch, name):
+    """What ends a prompt reads the cache too, and must know where it lies now."""
+    monkeypatch.setattr("nanoqwen.cuda.pages.DevicePages.__init__.__defaults__", (32,))
+    with card.open(hopper, name) as engine:
+        engine.prefill(PROMPT)
+        held = engine._pages.pool
+        assert np.array_equal(engine.prefill(PROMPT * 3), logits_of(PROMPT * 4)) and engine._pages.pool is not held
+        held, chooser = engine._pages.pool, drawing()
+        assert engine.prefill_next(PROMPT * 6, chooser) == expected(PROMPT * 10, 1, drawing())[0] and engine._pages.pool is not held
+        consistent(engine)
 
 
 def test_out_of_memory_comes_after_every_id_that_was_computed(card, hopper, monkeypatch):
@@ -224,11 +238,14 @@ def test_ctrl_c_while_waiting(engine, monkeypatch):
     ids = engine.stream(5, 60, greedy())
     next(ids)
 
-    def interrupted(self):
+    def interrupted(awaited):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(engine._arrivals[0]), "synchronize", interrupted)
+        if engine.name == "persistent":
+            patch.setattr("nanoqwen.engines.persistent.is_busy", interrupted)
+        else:
+            patch.setattr(type(engine._arrivals[0]), "synchronize", interrupted)
         with pytest.raises(KeyboardInterrupt):
             next(ids)
     assert engine.position == len(PROMPT) + 1
@@ -280,3 +297,86 @@ def test_measurements_ahead_of_the_position_leave_no_trace(engine):
     engine.drop_ahead()
     assert engine.position == len(PROMPT)
     consistent(engine)
+
+
+# ---------------------------------------------------------------------------------------------- the persistent engine's own
+
+
+@pytest.fixture
+def persistent(card, hopper):
+    with card.open(hopper, "persistent") as opened:
+        yield opened
+
+
+def test_a_launch_decodes_a_few_tokens_and_none_reaches_into_a_second_page(persistent, monkeypatch):
+    launched = []
+    monkeypatch.setattr(persistent, "_launch", lambda at, draws=False, tokens=1, launch=persistent._launch: (launched.append((at, tokens)), launch(at, draws, tokens))[1])
+    persistent.prefill(PROMPT)  # 12 tokens
+    assert list(persistent.stream(5, 11, greedy())) == expected([*PROMPT, 5], 11, greedy())
+    assert launched == [(12, 4), (16, 7)]
+    persistent.rewind(15)
+    launched.clear()
+    persistent.run_ahead(5, 9)
+    persistent.drop_ahead()
+    assert launched == [(15, 1), (16, 8)]
+    list(persistent.stream(5, 3, drawing()))
+    assert launched[2:] == [(15, 1), (16, 1), (17, 1)], "a draw needs all logits"
+
+
+def test_an_id_is_read_while_the_kernel_goes_on(persistent, card):
+    persistent.prefill(PROMPT)
+    card.log.clear()
+    ids = persistent.stream(5, 40, greedy())
+    next(ids)
+    assert card.log.count("body") == 1
+    for _ in range(20):
+        next(ids)
+    assert card.log.count("body") == 21
+
+
+def test_what_a_stream_that_was_left_still_tells_is_not_taken_for_an_id_of_the_next(persistent):
+    first = persistent.prefill_next(PROMPT, greedy())
+    ids = persistent.stream(first, 60, greedy())
+    next(ids)
+    ids.close()
+    persistent.rewind(len(PROMPT))
+    assert list(persistent.stream(7, 10, greedy())) == expected([*PROMPT, 7], 10, greedy())
+
+
+def test_the_watchdogs_story_is_the_error_of_this_call_and_of_all_that_follow(persistent, card, monkeypatch):
+    persistent.prefill(PROMPT)
+    ids = persistent.stream(5, 40, greedy())
+    next(ids)
+
+    def trapped(*_):
+        card.story = "the persistent kernel stood still: CTA 3 waited for the end of the token"
+        raise DeviceError("the CUDA driver reports CUDA_ERROR_LAUNCH_FAILED")
+
+    monkeypatch.setattr("nanoqwen.engines.persistent.is_busy", trapped)
+    with pytest.raises(DeviceError, match="stood still: CTA 3 waited for the end"):
+        next(ids)
+    for use in (lambda: persistent.decode(1), lambda: persistent.prefill([1]), lambda: persistent.stream(1, 3, greedy()), persistent.reset):
+        with pytest.raises(DeviceError, match="stood still"):
+            use()
+    monkeypatch.setattr(persistent._stream, "synchronize", trapped, raising=False)
+    persistent.close()
+
+
+def test_a_kernel_that_ends_without_an_id_is_not_waited_for(persistent, monkeypatch):
+    persistent.prefill(PROMPT)
+    monkeypatch.setattr("nanoqwen.engines.persistent.is_busy", lambda stream: False)
+    with pytest.raises(DeviceError, match="ended without an id"):
+        next(persistent.stream(5, 4, greedy()))
+
+
+def test_a_launch_that_the_driver_refuses_names_the_way_out(persistent, monkeypatch):
+    persistent.prefill(PROMPT)
+
+    def refused(*_, **__):
+        raise DeviceError("kernel persistent cannot be launched: CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE")
+
+    monkeypatch.setattr(persistent, "_capture", refused)
+    monkeypatch.setattr(persistent, "_chunks", {})
+    with pytest.raises(DeviceError, match="cannot have the 4 CTAs .* at once .*; use --engine graph"):
+        persistent.decode(5)
+    assert persistent.position == len(PROMPT)

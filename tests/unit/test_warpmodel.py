@@ -206,17 +206,19 @@ def test_every_part_of_the_ring_is_needed(broken, found):
 def test_ring_is_the_shipped_kernel():
     """The model follows paged_attention.cu: when the kernel's barrier calls change, this says so, and ring() must follow."""
     text = (repo_root() / "kernels/decode/paged_attention.cu").read_text(encoding="utf-8")
-    calls = re.findall(r"^ *(?:if \(lane_id\(\) == 0\) )?(barrier_\w+\(.*?\)|bulk_copy\(\w|__sync\w+\(\));", text, re.MULTILINE)
+    calls = re.findall(r"^ *(?:if \(lane_id\(\) == 0\) )?(barrier_\w+\(.*?\)|fence_\w+\(\)|bulk_copy\(\w|__sync\w+\(\));", text, re.MULTILINE)
     calls += re.findall(r"bulk_copy\(shared\.pages", text)
     assert calls == [
         "barrier_init(&shared.full[i], 1)",
         "barrier_init(&shared.empty[i], kConsumers)",
+        "fence_barrier_init()",
         "__syncthreads()",
         "barrier_wait(&shared.empty[ring.stage], ring.parity ^ 1)",
+        "fence_for_copies()",
         "barrier_arrive_expect(&shared.full[ring.stage], count * 2 * kSliceBytes)",
         "barrier_wait(&shared.full[ring.stage], ring.parity)",
         "__syncwarp()",
-        "barrier_arrive(&shared.empty[ring.stage])",
+        "barrier_arrive(shared_address(&shared.empty[ring.stage]) + zero)",
         "__syncthreads()",
         "__syncthreads()",
         "bulk_copy(shared.pages",
