@@ -118,7 +118,8 @@ def test_a_receipt_fills_the_rows_it_measured_and_no_other(tmp_path, monkeypatch
     rows = {row[1]: row for row in write_e2e(tmp_path, monkeypatch)}
     labels = {row["of"]: row["label"] for row in facts.quoted()["to_measure"]}
     graph, peer = rows[labels["engines.graph"]], rows[labels["peers.llama.cpp"]]
-    assert graph[0].startswith("nq-measured") and graph[-1] == "2.5 ms" and graph[2:-1] == ["NVIDIA H200, 2026-02-01,", "nanoqwen bench e2e"]
+    assert graph[0].startswith("nq-measured") and graph[-1] == "2.5 ms" and graph[2:-1] == ["NVIDIA H200, 2026-02-01"]
+    assert scoreboard.scoreboard_html().split("</caption>")[0].count("nanoqwen bench e2e") == 1, "the command of all measured rows, once"
     assert peer[0].startswith("nq-measured") and peer[-1] == "3.58 ms"
     assert rows[labels["engines.eager"]][0].startswith("nq-open") and rows[labels["engines.eager"]][-1] == "not measured yet"
 
@@ -133,6 +134,17 @@ def test_bars_stand_on_a_logarithmic_scale():
     every = [row["ms_per_token"] for row in facts.quoted()["articles"]["rows"]]
     parsed = Rows(scoreboard.scoreboard_html())
     assert parsed.widths[: len(every)] == pytest.approx([at(ms) for ms in every], abs=0.01)
+
+
+def test_a_value_beside_its_bar_keeps_clear_of_the_bound(tmp_path, monkeypatch):
+    """It would be crossed out by the line otherwise."""
+    def clear(ms: float) -> float:
+        found = re.search(r"--w:([\d.]+)%(?:;--clear:([\d.]+)%)?", scoreboard._row("a", "graph", ms, "", "measured", 1.34))
+        return float(found[1]) * (1 + float(found[2] or 0) / 100)
+
+    at = scoreboard.position
+    assert clear(1.21) == pytest.approx(at(1.34), abs=0.1) and clear(0.9) == pytest.approx(at(1.34), abs=0.1)
+    assert clear(1.6) == pytest.approx(at(1.6), abs=0.01) and clear(0.51) == pytest.approx(at(1.34), abs=0.5)
 
 
 # ---- chapters and facts -----------------------------------------------------------------------------------------------
