@@ -12,10 +12,11 @@ import pytest
 from chapter import Chapter
 
 from nanoqwen import book
+from nanoqwen.bench.card_prefill import KINDS
 from nanoqwen.bench.receipts import read_receipt, receipts_folder
 from nanoqwen.book import receipt
 from nanoqwen.book.facts import quoted
-from nanoqwen.config import Dims
+from nanoqwen.config import Dims, data_path
 from nanoqwen.cuda import attention_plan
 from nanoqwen.cuda import prefill_plan as planner
 from nanoqwen.cuda.constants import PREFILL_CHUNK, TILE_ROWS, int4_block_bytes
@@ -116,6 +117,17 @@ def test_what_it_says_about_shapes_and_parts():
     assert all((places[[g, g + 8, g + 16, g + 24]] == np.arange(4 * g, 4 * g + 4)).all() for g in range(8)), "the four lie side by side"
 
 
+def test_what_it_says_about_digits():
+    for n in (8, 16, 32):
+        of = {name: product.kernel for name, product in planner.products(DIMS, GROUP, n, PREFILL_CHUNK, SMS).items()}
+        assert {name for name, kernel in of.items() if "digits" in kernel} == ({"qkv", "gate_up", "down"} if n <= 16 else set()), "up to sixteen tokens, and o stays with wgmma"
+    body = data_path("kernels", "common", "int4_unpack.cuh").read_text(encoding="utf-8").split("void unpack_bytes(")[1].split("}")[0]
+    assert body.count("<<") + body.count("&") - body.count("(&") == 3 and "become bytes in three instructions" in prose()
+    kinds = receipt("prefill_instructions").samples["gemm_swiglu_few"]["32"]
+    words = 128 // 8
+    assert 8.5 < (kinds["LOP3"] + kinds["HFMA2"] + kinds.get("SHF", 0)) / words < 10.5 and "take nine instructions to become FP16" in prose(), "and some that count"
+
+
 def test_what_it_says_about_cuts(chapter):
     cut = {name: product.cut for name, product in planner.products(DIMS, GROUP, 512, PREFILL_CHUNK, SMS).items()}
     rows = {name: -(-of_rows // TILE_ROWS // 16) for name, (of_rows, _) in SHAPES.items()}
@@ -173,10 +185,12 @@ def test_what_it_says_about_workspace_and_attention():
 
 def test_a_chunk_is_some_two_hundred_launches():
     layer = book.show("nanoqwen/cuda/prefill.py", "chain").code.split("for layer, held in zip")[1].rpartition("before = ")[0]
-    calls = len(re.findall(r"\badd\(|\bproduct\(\"", layer))
-    assert calls == 8 and 190 < 2 + calls * DIMS.num_layers < 240
+    calls = len(re.findall(r"\bnormed\(|\badd\((?!\"last_row)|\bproduct\(\"", layer))
+    assert layer.count('add("quantise_tiles"') == 1, "one more of up to 16 tokens"
+    calls -= 1
+    assert calls == 8 and 190 < 2 + calls * DIMS.num_layers - 5 < 240
     assert "A chunk is some two hundred launches, eight in each layer" in prose()
-    assert "LAUNCHES = 4 * layers" in source("reasons-run"), "beside the four products"
+    assert set(re.findall(r'"(\w+)": "', source("reasons-run"))) | set(planner.shapes(DIMS)) | {"ends"} == set(KINDS), "each kind of launch has a column, the first and the last one but for"
 
 
 def test_shape_of_the_chapter():
@@ -212,7 +226,7 @@ def test_the_loop_is_the_largest_step(chapter):
 
 def test_what_it_says_about_errors():
     ladder = receipt("validate")
-    (model,) = (name for name in ladder.samples if name.startswith("synthetic:7b"))
+    model = "synthetic:7b, graph"
     for name in ladder.samples:
         layer = [check for check in ladder.samples[name]["layer"] if "tokens" in check[0]]
         assert layer and all(value < limit for _, value, limit, _ in layer)

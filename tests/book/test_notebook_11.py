@@ -58,7 +58,7 @@ def test_the_page_on_the_card_writes_what_the_engine_writes(tmp_path, monkeypatc
         assert sorted(page.buffers.block_table.tolist()) == list(range(kv.pages_for(600, PAGE)))
         with space["HopperEngine"](weights, name="graph", context_limit=600, shape=shape) as engine:
             inside = types.SimpleNamespace(
-                _buffers=page.buffers, _launches=page.launches, _heads={False: page.head}, _pages=types.SimpleNamespace(pool=page.pool), _weights=weights,
+                _buffers=page.buffers, _launches=page.launches, _ends={False: page.end}, _pages=types.SimpleNamespace(pool=page.pool), _weights=weights,
                 _prefiller=page.prefill,
                 dims=weights.dims, group=weights.group,
             )  # fmt: skip
@@ -91,15 +91,14 @@ def test_no_measurement_is_typed(chapter):
 
 
 def test_what_it_says_about_the_page_s_times():
-    """The stored rows against the protocol's: an execution on another day may be like it, and then the sentence goes."""
+    """The stored rows, against each other and against the protocol's: an execution on a busy machine would be neither alike nor near."""
     cells = json.loads((repo_root() / "notebooks/11_assembled_decoder.ipynb").read_text(encoding="utf-8"))["cells"]
     texts = ["".join(out.get("data", {}).get("text/plain", "")) for cell in cells for out in cell.get("outputs", [])]
     (table,) = (text for text in texts if "this page  " in text)
     (page, engine) = ([float(x) for x in line.split()[-2:]] for line in table.splitlines() if line.startswith(("this page", "engine `graph`")))
     made = read_receipt(receipts_folder() / "e2e.json")["results"]["engines"]["graph"]
-    twice = [row[i] / made[kind] for row in (page, engine) for i, kind in enumerate(("ttft_ms", "itl_ms"))]
-    assert ("took about twice the time of the protocol below" in PROSE) == any(ratio > 1.15 for ratio in twice)
-    assert ("about twice" not in PROSE) or all(1.7 < ratio < 2.4 for ratio in twice)
+    assert all(abs(row[i] / made[kind] - 1) < 0.1 for row in (page, engine) for i, kind in enumerate(("ttft_ms", "itl_ms")))
+    assert abs(page[1] / engine[1] - 1) < 0.01 and "a token takes both the same time, as nearly as five runs can tell" in PROSE
     assert abs(page[0] / engine[0] - 1) < 0.05 and "the first ids come together" in PROSE
 
 
