@@ -34,8 +34,8 @@ COMMAND = "python -m nanoqwen.bench.sanitize"
 #: Files whose change can make a kernel wrong; ``sources`` lists them.
 ROOMS = ("nanoqwen/bench/sanitize.py", "nanoqwen/bench/sanitize_run.py", *HOPPER_SOURCES, *PERSISTENT_SOURCES)
 TIMEOUT_S = 180
-#: mbarriers of a CTA, at most. Left to themselves the tools count the places in the code that initialise one, and a place in a loop initialises many: accesses
-#: that the others keep apart were then reported as races.
+#: mbarriers of a CTA, at most. Left to themselves the tools count the places in the code that initialise one, and a place in a loop initialises many. (What racecheck reports
+#: of the persistent kernel does not depend on it: see chapter 10.)
 BARRIERS = ("--num-cuda-barriers", "128")
 #: Options of each tool. Padding keeps allocations apart, so that an overrun of one does not end in the next.
 TOOLS = {
