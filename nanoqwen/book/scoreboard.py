@@ -17,8 +17,6 @@ from nanoqwen.config import Dims
 #: Ends and ticks of the scale, in milliseconds a token.
 _LOW, _HIGH = 0.5, 200.0
 _TICKS = (1, 10, 100)
-#: A value beside a bar is as wide as the scale from a number to so many times as much, on the narrowest page.
-_VALUE_CLEAR = 4.0
 
 
 def position(ms: float) -> float:
@@ -67,9 +65,9 @@ def measured_ms(made: Receipt, entry: str) -> float | None:
 
 
 def _row(label: str, engine: str, ms: float | None, note: str, kind: str, limit: float = math.inf) -> str:
-    """``limit``: a value that stands beside its bar keeps clear of this line."""
+    """A value that stands beside its bar begins behind the line at ``limit``, which would cross it out."""
     width = 100.0 if ms is None else position(ms)
-    clear = f";--clear:{100 * (position(limit) - width) / width:.2f}%" if ms and ms < limit < _VALUE_CLEAR * ms else ""
+    clear = f";--clear:{100 * (position(limit) - width) / width:.2f}%" if ms and ms < limit < math.inf else ""
     value = "not measured yet" if ms is None else f"{ms:.3g} ms"
     return (
         f'<tr class="nq-{kind} nq-engine-{engine}"><th scope="row">{html.escape(label)}<small>{inline(note)}</small></th>'

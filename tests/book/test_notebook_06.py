@@ -11,7 +11,7 @@ from chapter import Chapter
 
 from nanoqwen.bench.launching import VARIANTS
 from nanoqwen.book.facts import quoted
-from nanoqwen.book.receipts import available, receipt
+from nanoqwen.book.receipts import receipt
 from nanoqwen.book.source import show
 from nanoqwen.config import Dims, load_settings, repo_root
 from nanoqwen.cuda.constants import BUNDLE, LaunchShape, int4_block_bytes, streams
@@ -63,8 +63,6 @@ def test_the_regions_are_eleven_and_the_names_of_kernels_or_of_the_original():
 
 
 def test_what_the_prose_says_holds_in_the_receipt():
-    if "launching" not in available():
-        pytest.skip("there is no receipt yet: python -m nanoqwen.bench.launching, on a Hopper card")
     found = receipt("launching").results
     ms = {engine: found["engines"][engine]["ms"] for engine in VARIANTS}
     assert {engine: set(of) for engine, of in VARIANTS.items()} == {engine: set(of) for engine, of in ms.items()}

@@ -65,6 +65,7 @@ def test_a_look_at_exchanged_words_is_one_trip(settings):
 def test_the_receipt_has_every_matrix_and_no_spill():
     results = read_receipt(receipts_folder() / f"{counting.NAME}.json")["results"]
     assert list(results["loops"]) == list(LOOPS) and results["spill_bytes"] == 0 and results["copies"] == results["copies_fenced"]
+    assert results["looks_one_by_one"] == 0 < results["looks"], "seen here too where no nvdisasm is at hand"
     for matrix, found in results["loops"].items():
         # Of a unit a warp has two of its four blocks: 16 x 128 codes, or 16 x 32 columns of the head.
         assert found["weights"] == counting.units_a_pass(matrix) * (32 if matrix == "head" else 128)

@@ -12,6 +12,7 @@ from nanoqwen.bench import sanitize
 from nanoqwen.bench.receipts import read_receipt, receipts_folder
 from nanoqwen.bench.sanitize_run import CASES, CEILING_BYTES, MORE
 from nanoqwen.config import data_path, load_settings
+from nanoqwen.cuda import prefill_digits as digits
 from nanoqwen.cuda.attention_plan import ATTENTIONS, attention_kernel
 from nanoqwen.cuda.constants import PREFILL_CHUNK, check_supported
 from nanoqwen.cuda.persistent_plan import SETTINGS
@@ -88,6 +89,7 @@ def test_no_kernel_has_more_barriers_than_the_tools_are_told():
     assert plan.count("Barrier full, empty;") == 1 and "Barrier tile_full[kTileRing], tile_empty[kTileRing], go, begun;" in plan
     assert 2 * SETTINGS["kMostUnits"] + 2 * 2 + 2 <= int(sanitize.BARRIERS[1]) and "kTileRing = 2" in plan
     assert all(2 * (shape.stages + shape.slots) + STAGED <= int(sanitize.BARRIERS[1]) for shape in SHAPES.values())
+    assert all(digits.x_stages(width, 128) + digits.WARPS <= int(sanitize.BARRIERS[1]) for width in digits.WIDTHS)
 
 
 def test_racecheck_is_shared_among_processes():
