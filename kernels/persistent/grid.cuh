@@ -105,6 +105,14 @@ __device__ __forceinline__ u64 nanoseconds() {
 // Ends the launch with an error.
 __device__ __forceinline__ void trap() { asm volatile("trap;"); }
 
+// A warp arrives: lane 0 for all lanes, behind what they have read and written, or each lane by itself (plan.cuh: kWarpArrivals). All lanes.
+template <u32 kArrivals>
+__device__ __forceinline__ void arrive_of_warp(Barrier* b, int lane) {
+  static_assert(kArrivals == 1 || kArrivals == 32, "one lane arrives for all, or each for itself");
+  __syncwarp();  // no lane is left in front of its accesses
+  if (kArrivals > 1 || lane == 0) barrier_arrive(b);
+}
+
 __device__ __forceinline__ bool barrier_try(Barrier* b, u32 parity) {
   u32 done;
   asm volatile(

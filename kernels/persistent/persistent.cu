@@ -146,9 +146,9 @@ extern "C" __global__ void __launch_bounds__(32) persistent_sizes(int* out) {
 extern "C" __global__ void __launch_bounds__(kThreads, 1) persistent(const __grid_constant__ Args a) {
   Shared& s = *reinterpret_cast<Shared*>(persistent_shared);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kUnits; ++i) barrier_init(&s.units[i].full, 1), barrier_init(&s.units[i].empty, 2);
-    for (int i = 0; i < kTileRing; ++i) barrier_init(&s.fixed.tile_full[i], kConsumers), barrier_init(&s.fixed.tile_empty[i], 1);
-    barrier_init(&s.fixed.go, 1), barrier_init(&s.fixed.begun, 1);
+    for (int i = 0; i < kUnits; ++i) barrier_init(&s.units[i].full, 1), barrier_init(&s.units[i].empty, 2 * kWarpArrivals);
+    for (int i = 0; i < kTileRing; ++i) barrier_init(&s.fixed.tile_full[i], kConsumers * kWarpArrivals), barrier_init(&s.fixed.tile_empty[i], kWarpArrivals);
+    barrier_init(&s.fixed.go, kWarpArrivals), barrier_init(&s.fixed.begun, 1);
     fence_barrier_init();
   }
   if (threadIdx.x < kConsumers) s.fixed.goes[threadIdx.x] = 0;

@@ -30,6 +30,11 @@ enum Release {
 constexpr int kPairs = 7, kConsumers = 2 * kPairs, kConsumerThreads = kConsumers * 32;
 constexpr int kProducer = kConsumers, kPublisher = kConsumers + 1, kThreads = 32 * (kConsumers + 2);
 
+// Arrivals of a warp that has used what others will fill or read. One, of lane 0, behind a __syncwarp. racecheck takes only the arriving lane's own accesses for done, and reported those of the
+// other 31: in builds for it (kReadersFence, common/mbarrier.cuh) every lane arrives.
+constexpr u32 kWarpArrivals = kReadersFence ? 32 : 1;
+static_assert(!kReadersFence || kRelease == kAtOnce, "the arrival behind the loads is lane 0's (zero_behind)");
+
 constexpr int kTile = 16, kUnitBlocks = 4;
 __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 __device__ constexpr int smaller(int a, int b) { return a < b ? a : b; }

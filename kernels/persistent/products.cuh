@@ -60,8 +60,7 @@ struct Products {
   __device__ __forceinline__ void give_back(Unit& unit, u32 read) {
     const u32 nothing = kRelease == kAtOnce ? 0 : zero_behind(read);
     fence_of_reader<kReadersFence>();
-    __syncwarp();  // no lane is left in front of its loads
-    if (lane == 0) barrier_arrive(reinterpret_cast<Barrier*>(reinterpret_cast<u8*>(&unit.empty) + nothing));
+    arrive_of_warp<kWarpArrivals>(reinterpret_cast<Barrier*>(reinterpret_cast<u8*>(&unit.empty) + nothing), lane);
   }
   __device__ __forceinline__ void release_unit(u32 n, u32 read) { give_back(unit_of(s, n), read); }
 
@@ -110,8 +109,7 @@ struct Products {
     put(parts.sums[warp]);
     // The publisher has read those of the normalised x before: it added that stage's first parts, and these are two buffers on at least.
     if (!squares_left) s.fixed.squares[warp][lane] = squares, squares_left = true;
-    __syncwarp();
-    if (lane == 0) barrier_arrive(&s.fixed.tile_full[slot]);
+    arrive_of_warp<kWarpArrivals>(&s.fixed.tile_full[slot], lane);
     ++tiles;
   }
 

@@ -24,8 +24,7 @@ struct Publisher {
   // Let the consumers go on. It cannot be two phases ahead of one of them: between two calls this warp adds up row tiles, and for that
   // every consumer warp has left its part, behind the wait for the call before. (Every CTA has a tile in every stage: plan.cuh.)
   __device__ __forceinline__ void let_go() {
-    __syncwarp();
-    if (lane() == 0) barrier_arrive(&s.fixed.go);
+    arrive_of_warp<kWarpArrivals>(&s.fixed.go, lane());
   }
 
   // The next buffer of parts, when all warps have left theirs, added up: row lane % 16 of two row tiles. Always the same order of additions. With kNorm the first one of
@@ -38,8 +37,7 @@ struct Publisher {
     jitter<kJitter>();
     const float sum = of_warps(parts.sums);
     if (kNorm && first) scale = rsqrtf(warp_sum(of_warps(s.fixed.squares)) / kHidden + kRmsEps);
-    __syncwarp();
-    if (lane() == 0) barrier_arrive(&s.fixed.tile_empty[slot]);
+    arrive_of_warp<kWarpArrivals>(&s.fixed.tile_empty[slot], lane());
     ++tiles;
     return kNorm ? sum * scale : sum;
   }

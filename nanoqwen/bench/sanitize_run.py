@@ -1,7 +1,8 @@
 """The program that runs under the sanitizers: every kernel of the runtime on small models, each launch noted by name.
 
 ``python -m nanoqwen.bench.sanitize_run FILE [TOOL]`` writes what it launched to FILE. For racecheck readers of a place that is filled again have a fence of their own
-(kernels/common/mbarrier.cuh), and the graph engine, which launches the eager one's kernels once more, is left out. It is started by ``nanoqwen.bench.sanitize``; alone it is a quick
+(kernels/common/mbarrier.cuh), the persistent kernel is built with an arrival of each lane and one lane that asks (kernels/persistent/README.md, "racecheck"), and the graph engine, which
+launches the eager one's kernels once more, is left out. It is started by ``nanoqwen.bench.sanitize``; alone it is a quick
 check that the engines run and agree. PyTorch is not imported: under a sanitizer everything takes many times as long.
 """
 
@@ -56,6 +57,8 @@ MORE = 5
 #: The persistent kernel for the tools: patient, since everything takes many times as long under them, and without loads whose values nobody uses.
 #: (Where a warp has no further unit, the shipped kernel loads what lies in some place of the ring, which a copy may be filling: racecheck tells.)
 UNDER_TOOLS = {"kPatienceSeconds": 1000, "kIdleLoads": False}
+#: And for racecheck: one lane of the producer waits and asks, not eight, each at a barrier of its own.
+UNDER_RACECHECK = {**UNDER_TOOLS, "kAsk": 1}
 #: The largest difference of its logits from the graph engine's, in parts of the largest logit.
 CLOSE = 0.01
 #: How ids are chosen on the card.
@@ -97,15 +100,15 @@ def write_pack(path: Path, dims: Dims, group: int) -> None:
                 out.write_fp16(spec.name, fp16_rows(spec, dims, 0, spec.rows))
 
 
-def run_model(case: Case, weights: object, shape: LaunchShape, names: Sequence[str]) -> None:
-    """The Hopper engines ``names`` on ``weights``: prompts and single steps, a shorter sequence after a longer one, and ids chosen on the card, greedy and
+def run_model(case: Case, weights: object, shape: LaunchShape, names: Sequence[str], settings: dict[str, int | bool]) -> None:
+    """The Hopper engines ``names`` on ``weights``, "persistent" with ``settings``: prompts and single steps, a shorter sequence after a longer one, and ids chosen on the card, greedy and
     drawn. Raises DeviceError when they disagree: "graph" with "eager" in any bit, "persistent" by more than ``CLOSE``."""
     from nanoqwen.engines.hopper import HopperEngine, kernel_cache
     from nanoqwen.engines.persistent import PersistentEngine
 
     vocab, found = case.dims.vocab, {}
     for name in names:
-        made = partial(PersistentEngine, settings=UNDER_TOOLS) if name == "persistent" else partial(HopperEngine, name=name)
+        made = partial(PersistentEngine, settings=settings) if name == "persistent" else partial(HopperEngine, name=name)
         with made(weights, cache=kernel_cache(), shape=shape) as engine:
             logits, chosen = [], []
             for length in case.prompts[::-1]:
@@ -161,21 +164,22 @@ def run_all(tool: str = "") -> dict:
     cupy.cuda.set_allocator(None)  # an allocation an array: in a pool, one array's overrun lands in the next and nobody sees it
     sms, race = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["multiProcessorCount"], tool == "racecheck"
     shape, engines = LaunchShape(sms, readers_fence=race), [name for name in HOPPER if not (race and name == "graph")]
+    settings = UNDER_RACECHECK if race else UNDER_TOOLS
     names: set[str] = set()
     with noted() as launched:
         for number, case in enumerate(CASES.values()):
             kernels = Kernels(constants_header(case.dims, case.group, shape), kernel_cache())
-            names |= {*kernels.use, *compile_persistent(case.dims, case.group, shape, kernel_cache(), UNDER_TOOLS).kernels}
+            names |= {*kernels.use, *compile_persistent(case.dims, case.group, shape, kernel_cache(), settings).kernels}
             if number == 0:  # one model comes from a file, so that what copies and re-tiles runs too
                 with tempfile.TemporaryDirectory() as folder:
                     write_pack(Path(folder) / "model.nanoqwen", case.dims, case.group)
                     with open_pack(Path(folder) / "model.nanoqwen") as pack:
-                        run_model(case, upload(pack), shape, engines)
+                        run_model(case, upload(pack), shape, engines, settings)
                 run_ceiling(kernels)
             weights = synthesise(case.dims, case.group, kernels)
             cupy.cuda.runtime.deviceSynchronize()
             if number:
-                run_model(case, weights, shape, engines)
+                run_model(case, weights, shape, engines, settings)
             cupy.cuda.runtime.deviceSynchronize()
     return {"kernels": sorted(names), "launched": sorted(launched), "cases": list(CASES)}
 

@@ -164,19 +164,21 @@ def test_what_it_says_about_the_parts(measured):
     limit = measured["depths"]["512"]["limit"]
     assert ms["shipped"] / 2 < ms["no_weights"] < ms["shipped"], "the chain without a weight takes most of a token's time"
     assert limit < ms["neither"] < ms["shipped"] < ms["no_weights"] + ms["neither"]
-    assert ms["no_weights"] < ms["neither"] and ms["neither"] - limit > ms["shipped"] - ms["neither"], "the larger part of what is above the bound is the stream's own"
+    assert ms["no_weights"] < ms["neither"], "the stream without its waits takes longer still"
+    left = ms["shipped"] - ms["neither"]
+    assert left < ms["no_weights"] / 2, "most of the chain is hidden"
+    assert left > ms["neither"] - limit, "what is left of it is the larger part of what the token takes above the bound"
+    assert ms["no_attention"] - ms["neither"] < left / 2, "without attention the waits that remain cost little"
     assert ms["counters"] > ms["shipped"], "values that validate themselves won"
-    ahead = [ms[name] for name in persistent_parts.DESIGNS if ms[name] < 0.995 * ms["shipped"]]
-    again = measured["refill"]["fence"]["ms"]["512"]
-    assert len(ahead) == 2 and min(ahead) > 0.99 * ms["shipped"] and again / ms["shipped"] > ms["shipped"] / min(ahead), "no wins: the kernel is not that close to itself"
     refill = {name: found["ms"]["512"] for name, found in measured["refill"].items()}
-    assert persistent_parts.DESIGNS["loaded"].settings == persistent_parts.REFILL["both"].settings and ms["loaded"] > ms["shipped"] and refill["both"] < refill["fence"], "a few percent"
-    assert ms["flight_more"] > ms["shipped"]
+    assert [name for name in persistent_parts.DESIGNS if ms[name] < 0.99 * ms["shipped"]] == ["loaded"] and ms["loaded"] > 0.98 * ms["shipped"], "ahead by little more than a percent"
+    assert persistent_parts.DESIGNS["loaded"].settings == persistent_parts.REFILL["both"].settings and refill["both"] < refill["fence"], "ahead as well"
+    assert ms["flight_more"] > ms["shipped"], "a token gains nothing"
 
 
 def test_what_it_says_about_refills(measured):
     differ = {name: list(found["differ"].values()) for name, found in measured["refill"].items()}
-    assert differ == {"fence": [0, 0], "loads": [0, 0], "both": [0, 0], "neither": [0, 1]}, "one run at the greater depth, none at the other"
+    assert differ == {"fence": [0, 0], "loads": [0, 0], "both": [0, 0], "neither": [0, 0]}, "nothing differs in the last row"
 
 
 def test_what_it_says_about_the_plan(measured):

@@ -7,6 +7,7 @@ import kernelmodels
 import pytest
 from kernelmodels import SEVEN
 
+from nanoqwen.bench.sanitize_run import CASES, UNDER_RACECHECK
 from nanoqwen.config import data_path
 from nanoqwen.cuda import persistent_plan as plan
 from nanoqwen.cuda.compile import Binary, KernelUse
@@ -33,6 +34,17 @@ def test_it_compiles_without_a_spill(model, sms, cache):
     use = compile_persistent(*MODELS[model], LaunchShape(sms), cache).kernels["persistent"]
     assert (use.spill_bytes, use.stack_bytes) == (0, 0)
     assert use.registers * THREADS <= REGISTERS_A_SM, "one CTA takes all of an SM's registers, by intent"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_builds_for_racecheck(case, cache):
+    """Every lane arrives for itself there, and one lane asks; with a ring of half the length, too, where every place is filled again more often."""
+    dims, group, shape = CASES[case].dims, CASES[case].group, LaunchShape(H200, readers_fence=True)
+    for settings in (UNDER_RACECHECK, {**UNDER_RACECHECK, "kMostUnits": 21}):
+        use = compile_persistent(dims, group, shape, cache, settings).kernels["persistent"]
+        assert (use.spill_bytes, use.stack_bytes) == (0, 0)
+    with pytest.raises(DeviceError, match="the arrival behind the loads is lane 0's"):
+        compile_persistent(dims, group, shape, cache, {**UNDER_RACECHECK, "kRelease": 1})
 
 
 @pytest.mark.parametrize("spilled, stack", [(20, 8), (0, 16)])
