@@ -62,7 +62,11 @@ def test_the_producer_never_waits_for_a_stage():
 
 def test_its_barriers_are_the_kernels():
     entry = source("persistent.cu")
-    assert re.search(r"full\w*\[?.*, 1\)", entry) and re.search(r"empty.*, 2\)", entry) and "tile_full[i], kConsumers" in entry and "tile_empty[i], 1" in entry and "go, 1)" in entry
+    counts = dict(re.findall(r"barrier_init\(&s\.(?:units\[i\]\.|fixed\.)(\w+)(?:\[i\])?, ([^)]+)\)", entry))
+    assert counts == {
+        "full": "1", "empty": "2 * kWarpArrivals", "tile_full": "kConsumers * kWarpArrivals", "tile_empty": "kWarpArrivals", "go": "kWarpArrivals", "begun": "1",
+    }  # fmt: skip
+    assert "kWarpArrivals = kReadersFence ? 32 : 1" in source("plan.cuh"), "one lane arrives for its warp, but in builds for racecheck"
     kernel = ring_of_units()
     assert kernel.arrivals["full[0]"] == 1 and kernel.arrivals["empty[0]"] == kernel.arrivals["tile_full[0]"] == 2 and kernel.arrivals["go"] == 1
     plan = source("plan.cuh")
