@@ -171,8 +171,11 @@ def test_what_it_says_about_the_parts(measured):
     assert ms["no_attention"] - ms["neither"] < left / 2, "without attention the waits that remain cost little"
     assert ms["counters"] > ms["shipped"], "values that validate themselves won"
     refill = {name: found["ms"]["512"] for name, found in measured["refill"].items()}
-    assert [name for name in persistent_parts.DESIGNS if ms[name] < 0.99 * ms["shipped"]] == ["loaded"] and ms["loaded"] > 0.98 * ms["shipped"], "ahead by little more than a percent"
-    assert persistent_parts.DESIGNS["loaded"].settings == persistent_parts.REFILL["both"].settings and refill["both"] < refill["fence"], "ahead as well"
+    again = [ms["shipped"], measured["depths"]["512"]["persistent"], refill["fence"]]
+    apart = max(again) / min(again)  # what the same build is apart from itself within the process: less than that says nothing
+    assert [name for name in persistent_parts.DESIGNS if ms[name] < ms["shipped"] / apart] == ["loaded"], "ahead this time"
+    assert all(ms[name] > apart**2 * ms["shipped"] for name in ("ask_1", "ring_24", "counters", "records", "flight_less", "late", "hint", "ring_32")), "its upper lines"
+    assert persistent_parts.DESIGNS["loaded"].settings == persistent_parts.REFILL["both"].settings and refill["both"] < refill["fence"], "as both among the refills"
     assert ms["flight_more"] > ms["shipped"], "a token gains nothing"
 
 

@@ -4,16 +4,13 @@ A new engine joins by being available: `available_engines` lists it, and all of 
 skipped test says why.
 """
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import tiny
 
 from nanoqwen import model
 from nanoqwen.engines import ENGINES, HOPPER, available_engines, open_engine
-from nanoqwen.errors import ContextError, DeviceError, InputError, NonFiniteError
+from nanoqwen.errors import ContextError, InputError, NonFiniteError
 from nanoqwen.pack import pack
 from nanoqwen.packfile import open_pack
 from nanoqwen.sampling import GREEDY, Sampler, SamplingParams
@@ -28,14 +25,6 @@ HOPPER_WAYS = 9e-3
 TWO_ENGINES = 1e-2
 
 HERE = {name: available for name, available, _ in available_engines()}
-
-
-@pytest.fixture(scope="module")
-def packed(tmp_path_factory):
-    """Path of the plain fixture, packed: context 8192."""
-    root = tmp_path_factory.mktemp("plain")
-    pack(tiny.make(root / "S"), root / "S.nanoqwen")
-    return root / "S.nanoqwen"
 
 
 @pytest.fixture(params=[name for name in ENGINES if HERE[name]])
@@ -396,56 +385,3 @@ def test_closing_an_engine_closes_only_a_file_that_it_opened(packed):
     own = engine._pack
     engine.close()
     assert own._map is None
-
-
-# ------------------------------------------------------------------------------------------------------ choosing an engine
-
-
-def test_the_cpu_is_the_default(packed):
-    for choice in ({}, {"name": "cpu"}, {"device": "cpu"}, {"name": "reference", "device": "cpu"}):
-        with open_engine(packed, **choice) as engine:
-            assert engine.name == "cpu" and engine.device.startswith("CPU, ")
-            assert engine.description == "FP32 weights in memory (5 MB), FP16 KV cache"
-
-
-@pytest.mark.parametrize("choice", [{"device": "cuda"}, {"device": "cuda:1"}, {"name": "reference"}, {"name": "reference", "device": "cuda"}])
-def test_a_gpu_that_is_not_there_never_becomes_a_cpu_run(packed, monkeypatch, choice):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(DeviceError, match="no NVIDIA GPU is visible to PyTorch") as caught:
-        open_engine(packed, **choice)
-    assert "\n" not in str(caught.value) and "--device cpu" in str(caught.value)
-
-
-def test_a_gpu_number_that_is_not_there_is_named(packed, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    with pytest.raises(DeviceError, match=r"there is no device cuda:1: PyTorch sees 1 NVIDIA GPU"):
-        open_engine(packed, device="cuda:1")
-
-
-@pytest.mark.parametrize(
-    "name, device, message",
-    [
-        ("fast", None, "there is no engine 'fast', use one of cpu, reference, eager, graph, persistent"),
-        (None, "gpu", "there is no device 'gpu', use cpu, cuda or cuda:N"),
-        (None, "", "there is no device ''"),
-        (None, "cpu:0", "there is no device 'cpu:0'"),
-        (None, "cuda:x", "there is no device 'cuda:x'"),
-        ("cpu", "cuda", "engine cpu does not run on cuda"),
-    ],
-)
-def test_what_is_unknown_or_contradicts_itself_is_refused(packed, name, device, message):
-    with pytest.raises(InputError, match=message):
-        open_engine(packed, name, device)
-
-
-def test_every_engine_is_listed_with_a_reason():
-    listed = available_engines()
-    assert [name for name, _, _ in listed] == list(ENGINES)
-    assert listed[0][1] is True and "threads" in listed[0][2]
-    assert all(reason for _, _, reason in listed)
-
-
-def test_importing_engines_does_not_import_torch():
-    code = "import sys, nanoqwen.engines; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
