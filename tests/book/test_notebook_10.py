@@ -89,7 +89,8 @@ def test_words_that_stand_for_numbers():
     assert persistent_ctas(DIMS, GROUP, SMS) == SMS and "One CTA on each multiprocessor" in PROSE
     assert (15 * 8, SMS - 15 * 8) == (120, 12) and "Only fifteen such clusters fit on the card at once: that is a hundred and twenty multiprocessors" in PROSE
     assert DIMS.num_layers % 2 == 0 and "The 7B has an even number of layers" in PROSE
-    assert SETTINGS["kAsk"] == 8 and "where now eight lanes wait together for eight places" in PROSE and SETTINGS["kInnerBatch"] == 2 and "where now two looks of two chunks" in PROSE
+    assert SETTINGS["kAsk"] == 8 and "where now eight lanes wait together for eight places" in PROSE and "the eight copies of a round" in PROSE
+    assert SETTINGS["kInnerBatch"] == 2 and "where now two looks of two chunks" in PROSE
     assert "exchanges = 6" in CODE["guesses"] and "the CTAs hand over six vectors" in PROSE
 
 
