@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 BOOK := $(BIN)/jupyter-book build . --warningiserror --keep-going
 
-.PHONY: run test setup book notebooks lock clean help
+.PHONY: run test setup book notebooks receipts lock clean help
 
 help:  ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -42,6 +42,9 @@ book: setup  ## build the book into _build/html; a warning is an error
 
 notebooks: setup  ## run every chapter again and store its outputs
 	$(BIN)/python -m nanoqwen.book.execute
+
+receipts: setup  ## measure again what is older than its sources (most of it needs a Hopper card)
+	$(BIN)/python -m nanoqwen.bench.again
 
 lock:  ## resolve requirements/lock.in again for Python 3.10 to 3.13 (needs uv)
 	requirements/lock.sh
