@@ -44,6 +44,11 @@ def receipts_folder() -> Path:
     return root / "book" / "receipts"
 
 
+def receipt_names(folder: Path) -> list[str]:
+    """Names of all receipts in ``folder``, sorted."""
+    return sorted(path.stem for path in folder.glob("*.json"))
+
+
 def source_files(patterns: Iterable[str]) -> list[str]:
     """The files of the clone that match ``patterns``, sorted, as paths relative to its root. Raises InputError outside a clone."""
     root = receipts_folder().parents[1]

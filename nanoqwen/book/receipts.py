@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanoqwen.bench.receipts import read_receipt, receipts_folder
+from nanoqwen.bench.receipts import read_receipt, receipt_names, receipts_folder
 from nanoqwen.errors import InputError
 
 
@@ -75,4 +75,4 @@ def receipt(name: str) -> Receipt:
 
 def available() -> list[str]:
     """Names of all receipts, sorted."""
-    return sorted(path.stem for path in receipts_folder().glob("*.json"))
+    return receipt_names(receipts_folder())
