@@ -101,17 +101,26 @@ def seven_b(tmp_path):
     return path
 
 
-def test_a_7b_file_is_inspected_at_once(seven_b):
-    """Processor time, not wall time: other processes on the machine must not decide this test."""
-    assert seven_b.stat().st_size > 4.5e9
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = nanoqwen("inspect", seven_b)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert done.returncode == 0, done.stderr
-    page = " ".join(done.stdout.decode().split())
+def inspected(path) -> tuple[str, float]:
+    """(page, processor seconds): the least of three runs. Not wall time: other processes on the machine must not decide a test."""
+    seconds = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = nanoqwen("inspect", path)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert done.returncode == 0, done.stderr
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return done.stdout.decode(), min(seconds)
+
+
+def test_a_7b_file_is_inspected_at_once(seven_b, plain):
+    """In the time of a file a thousandth of its size, whatever that is on this machine: reading 5 GB takes seconds on any."""
+    assert seven_b.stat().st_size > 4.5e9 > 1000 * plain.stat().st_size
+    (page, seconds), (_, little) = inspected(seven_b), inspected(plain)
+    page = " ".join(page.split())
     assert "28 query heads on 4 KV heads of 128 (7:1)" in page and "152,064 embedding rows, 151,665 tokenizer entries" in page
     assert "mlp.up_proj.weight 28 x [18944, 3584] INT4" in page
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.3
+    assert seconds < 2 * little + 0.2
 
 
 # ------------------------------------------------------------------------------------------------- damaged and foreign
