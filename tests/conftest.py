@@ -38,5 +38,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _group(item: pytest.Item) -> str:
-    """Tests of one group run in one process, in order: those of a file, and all that look at the one built book."""
-    return "book" if {"build", "built"} & set(item.fixturenames) else Path(item.path).stem
+    """Tests of one group run in one process, in order: those of a file, all that look at the one built book, and all that run programs of a model, which see
+    to it that these leave no process and no folder on the machine."""
+    stem = Path(item.path).stem
+    return "book" if {"build", "built"} & set(item.fixturenames) else "programs" if "eval" in stem else stem
