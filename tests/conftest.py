@@ -1,14 +1,20 @@
 """pytest puts the folder of this file on the import path, so every test can write ``import tiny``.
 
-``make test`` runs them in a few processes (pytest-xdist). What is made once for several tests is made in one of them."""
+``make test`` runs them in a few processes (pytest-xdist), a file in one of them."""
 
 import os
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from nanoqwen.machine import nvidia_driver
+
+try:
+    import fcntl
+except ImportError:  # Windows, where nothing of a model is run
+    fcntl = None
 
 # Before torch is imported anywhere: the models of the tests are tiny, and on a busy machine OpenMP threads that wait for each
 # other cost them many times more than they bring.
@@ -30,14 +36,12 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def pytest_itemcollected(item):
-    # xdist reads the marks before any pytest_collection_modifyitems of this folder could set them.
-    if item.config.pluginmanager.hasplugin("xdist"):
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
-
-
-def _group(item: pytest.Item) -> str:
-    """Tests of one group run in one process, in order: those of a file, all that look at the one built book, and all that run programs of a model, which see
-    to it that these leave no process and no folder on the machine."""
-    stem = Path(item.path).stem
-    return "book" if {"build", "built"} & set(item.fixturenames) else "programs" if "eval" in stem else stem
+@pytest.fixture(autouse=True)
+def alone(request):
+    """Tests that run programs of a model see to it that these leave no process and no folder on the machine: one of them at a time, in whichever process."""
+    if "eval" not in request.path.stem or fcntl is None:
+        yield
+        return
+    with open(Path(tempfile.gettempdir()) / "nanoqwen-tests.lock", "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # closing the file lets go
+        yield
