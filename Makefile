@@ -20,7 +20,7 @@ run: setup book  ## generate text with the embedded checkpoint and build the boo
 	@echo "The book: $(CURDIR)/_build/html/index.html"
 
 test: setup book  ## unit, layer and graph tiers, command line, book checks, notebooks
-	PYTHONWARNDEFAULTENCODING=1 $(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -X warn_default_encoding -m pytest -n auto --dist loadfile
 	$(BIN)/python -m pytest --nbval --nbval-sanitize-with tests/nbval_sanitize.cfg notebooks
 
 setup: $(READY)  ## create $(VENV) with the locked dependencies

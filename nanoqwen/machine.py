@@ -38,6 +38,11 @@ class TorchFacts:
     error: str = ""  # why it cannot be imported
 
 
+def usable_cores() -> int:
+    """Processors that this process may use: a container or ``taskset`` may leave it fewer than there are. macOS does not say."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def installed_packages() -> dict[str, str]:
     """Every installed distribution, lower-case with dashes -> version."""
     found = {}

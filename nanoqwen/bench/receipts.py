@@ -23,6 +23,7 @@ from pathlib import Path
 from nanoqwen import __version__
 from nanoqwen.config import repo_root
 from nanoqwen.errors import InputError
+from nanoqwen.machine import usable_cores
 
 #: What every number of the Hopper engines rests on: the kernels and the code that plans, compiles and launches them.
 HOPPER_SOURCES = (
@@ -128,7 +129,7 @@ def hash_source(source: str) -> str:
 
 def cpu_device() -> dict:
     """This machine's processor: {"name", "cores", "memory_gib"}; ``cores`` are those this process may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     return {"name": f"{_cpu_model()}, {cores} cores", "cores": cores, "memory_gib": _memory_gib()}
 
 

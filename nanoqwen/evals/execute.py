@@ -27,6 +27,7 @@ from pathlib import Path
 
 from nanoqwen.errors import InputError, NanoqwenError
 from nanoqwen.evals.problems import Problem
+from nanoqwen.machine import usable_cores
 
 SUPERVISOR = Path(__file__).with_name("supervise.py")
 #: Seconds beyond the time limit after which a supervisor that does not answer is given up: it may have been stopped or killed.
@@ -194,8 +195,7 @@ def run_all(programs: Sequence[tuple[str, str]], limits: Limits = Limits(), prog
 
 
 def worker_count() -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, 8)
+    return min(usable_cores(), 8)
 
 
 def check_known_good(problems: Iterable[Problem], limits: Limits = Limits(), progress: Progress | None = None) -> int:

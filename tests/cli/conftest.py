@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import io
-import os
 import sys
 from pathlib import Path
-
-# Matrices here are tiny: a second thread only waits for the first, and waits badly where the machine is busy. Set before
-# PyTorch is imported, and inherited by child processes.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import tiny

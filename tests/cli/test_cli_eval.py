@@ -19,6 +19,8 @@ from nanoqwen.evals.problems import load_problems
 from nanoqwen.packfile import open_pack
 from nanoqwen.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 ALLOW = "--allow-code-execution"
 PROBLEMS = load_problems().problems
 

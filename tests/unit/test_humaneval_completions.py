@@ -6,6 +6,8 @@ from nanoqwen.evals import execute
 from nanoqwen.evals.completions import completion_of_reply, cut, extract_code, find_end
 from nanoqwen.evals.problems import load_problems
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 PROMPT = 'from typing import List\n\n\ndef add(a: int, b: int) -> int:\n    """ Sum. """\n'
 PROBLEMS = load_problems().problems
 

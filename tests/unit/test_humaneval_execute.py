@@ -44,7 +44,7 @@ def marked() -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def machine_as_before():
+def machine_as_before(alone):
     """No process, no folder: the machine is as it was."""
     folders = set(glob.glob(os.path.join(tempfile.gettempdir(), "nanoqwen-eval-*")))
     yield
